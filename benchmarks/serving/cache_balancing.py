@@ -44,6 +44,7 @@ from distca.attention.kernel_timing import cpu_name
 from distca.cost.model_sizes import MODELS
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.models import read_model
+from distca.inference.pool_model import PoolModel
 from distca.inference.tensor_parallel import ALONE
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
@@ -51,7 +52,6 @@ from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.serve.engine.pool_model import PoolModel
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_growth
 from distca.transport import CollectiveTransport, Transport, new_exchange_group

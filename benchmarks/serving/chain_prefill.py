@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
+from benchmarks.serving.planned_steps import PlannedSteps
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
 from distca.attention.kernel import KernelTasks, Outputs
@@ -46,10 +47,8 @@ from distca.attention.torch_cpu import TorchCpuKernel
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import ServedModel, read_model
-from distca.inference.step_planner import StepPlanner
 from distca.plan.span import Floats, Int64s
 from distca.runtime import Buffers, CoreAttention
-from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.partitions import Chain, cut_prompt, even_shares, search_partition
 from distca.transport import CollectiveTransport
 
@@ -123,8 +122,7 @@ class Rank:
         # The first rank of a chain may have most tokens.
         blocks = -(-job.tokens // BLOCK) + 1
         self._tokens, self._rank = job.tokens, ModelRunner(model, core, CPU, blocks, BLOCK)
-        pool = BlockPool(job.ranks, blocks, BLOCK)
-        self._planner = StepPlanner(pool, model.masks, 16)
+        self._planner = PlannedSteps(model.masks, job.ranks, BLOCK)
 
     def prefill(self, strategy: Any, chain: Chain | None) -> dict[str, float]:
         """Feeds a prompt; returns seconds, CPU seconds, and the bytes sent.
@@ -135,10 +133,10 @@ class Rank:
         sent = sum(self._transport.bytes_sent.values())
         dist.barrier()
         started, cpu = time.perf_counter(), time.process_time()
-        step = self._planner.plan({0: len(tokens)}, strategy, decodes=False, sharding=chain)
+        step = self._planner.plan({0: len(tokens)}, strategy, chain)
         chosen = self._rank.run(step, {0: tokens})
         cpu, seconds = time.process_time() - cpu, time.perf_counter() - started
-        self._planner.drop(0)
+        self._planner.drop_all()
         self._rank.drop(0)
         sent = sum(self._transport.bytes_sent.values()) - sent
         return {"seconds": seconds if chosen else 0.0, "cpu": cpu, "sent": sent}

@@ -1,13 +1,12 @@
-"""Host cost of a decode step: planned, sent, checked and built, for long contexts and any stripe.
+"""Host cost of a decode step: scheduled, sent, planned and built, for long contexts and any stripe.
 
     python benchmarks/serving/decode_step.py --output DIR
 
-64 sequences of 132,000 cached tokens, 128,000 of them prompts and the rest decoded in stripes, are
-fed a token each on 4 ranks. An engine plans the step, takes blocks and encodes a message; every
-rank decodes and checks it, plans the step itself, and builds its exchange, tables and indices.
-Times are the thread's CPU time, the fastest (median) of many steps in which all sequences advance;
-kernels and exchanges are not in them. One layer's attention is timed apart, with kernels that
-compute nothing and messages that go nowhere.
+64 sequences of 132,000 cached tokens are fed a token each on 4 ranks. The engine schedules the
+step, takes blocks and encodes a message; every rank decodes it, plans the step, and builds its
+exchange, tables and indices. Times are the thread's CPU time, the fastest (median) of many steps in
+which all sequences advance; kernels and exchanges are not in them. One layer's attention is timed
+apart, with kernels that compute nothing and messages that go nowhere.
 """
 
 from __future__ import annotations
@@ -33,15 +32,23 @@ from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
-from distca.inference.step_planner import Step, StepPlanner
+from distca.inference.config import EngineConfig
+from distca.inference.engine import Engine, Iteration
+from distca.inference.messages import (
+    AddRequest,
+    ExecuteBatch,
+    ModelOutput,
+    SampledToken,
+    decoder,
+    encode,
+)
+from distca.inference.sampling import SamplingParams
+from distca.inference.step import Step
 from distca.plan import Mask
+from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention
-from distca.schedule.serving import shard_evenly
-from distca.schedule.serving.accounts import Growth
-from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.decode import DecodeBatch
-from distca.schedule.serving.decode_message import DecodeMessage
-from distca.schedule.serving.holdings import Holdings
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.scheduler import SchedulerConfig
 
 SHAPE = AttentionShape(heads=2, kv_heads=1, head_dim=4, dtype_bytes=2)
 MASKS = (Mask(), Mask(4095))
@@ -63,10 +70,9 @@ class Setting:
 
     Attributes:
         sequences: sequences that are fed.
-        prompt: tokens of each prompt.
-        decoded: tokens of each that are decoded already.
+        tokens: cached tokens of each.
         ranks: ranks.
-        stripe: consecutive decoded positions of a rank.
+        stripe: consecutive decoded positions of a rank, a multiple of a block.
         block_size: rows of a block.
         kernel: kernel of the ranks.
         shape: heads.
@@ -74,10 +80,9 @@ class Setting:
     """
 
     sequences: int = 64
-    prompt: int = 128_000
-    decoded: int = 4_000
+    tokens: int = 132_000
     ranks: int = 4
-    stripe: int = 16
+    stripe: int = 256
     block_size: int = 256
     kernel: Any = None
     shape: AttentionShape = SHAPE
@@ -89,12 +94,15 @@ class Decoding:
 
     def __init__(self, setting: Setting, rank: int = 0) -> None:
         self.setting, self.rank = setting, rank
-        rows = setting.prompt + setting.decoded + 2000
-        per_sequence = rows // setting.ranks // setting.block_size + 3
-        self.blocks = setting.sequences * per_sequence
-        pool = BlockPool(setting.ranks, self.blocks, setting.block_size)
-        self.engine = StepPlanner(pool, MASKS, setting.stripe)
-        self.mirror = Holdings(setting.ranks, setting.stripe)
+        size, count = setting.block_size, setting.sequences
+        self.blocks = count * ((setting.tokens + 2000) // setting.ranks // size + 3)
+        windows = tuple(mask.window_left for mask in MASKS)
+        limits = SchedulerConfig(count, count * (setting.tokens + 1), setting.stripe, 0)
+        sizes = setting.ranks, 1, "pass-q", limits, size, None, 0.9, False, 60.0
+        config = EngineConfig("", "", windows, b"", setting.tokens + 2000, *sizes)
+        self.engine = Engine(config, self.blocks)
+        self._read = decoder(ExecuteBatch)
+        self._owners: dict[int, Int64s] = {}
         device = torch.device("cpu")
         core = CoreAttention(
             Nowhere(rank, setting.ranks),
@@ -102,45 +110,57 @@ class Decoding:
             Buffers(device, len(MASKS)),
         )
         self.steps = AttentionRunner(
-            core,
-            [mask.window_left for mask in MASKS],
-            setting.shape,
-            setting.dtype,
-            device,
-            self.blocks,
-            setting.block_size,
+            core, windows, setting.shape, setting.dtype, device, self.blocks, size
         )
         self._fill()
 
     def _fill(self) -> None:
-        """Lays out prompts and decoded tokens without computing them."""
-        setting, numbers = self.setting, list(range(self.setting.sequences))
-        none = np.zeros(len(numbers), dtype=np.int64)
-        new = shard_evenly(none, none + setting.prompt, setting.ranks)
-        nothing = np.zeros((len(numbers), setting.ranks), dtype=np.int64)
-        for holdings in (self.engine.holdings, self.mirror):
-            holdings.note(numbers, new)
-            lines = holdings.lines(numbers)
-            holdings.note_decoded(lines, setting.decoded)
-        rows = self.engine.holdings.rows(lines, self.engine.holdings.lengths(lines))
-        for number in numbers:
-            growth = Growth((number,), nothing[:1], rows[number : number + 1])
-            found = self.engine.accounts.take(growth)
-            self.steps.add_blocks(found)
+        """Lays out prompts without computing them."""
+        prompt = [7] * self.setting.tokens
+        for number in range(self.setting.sequences):
+            self.engine.add(AddRequest(number, 0, prompt, SamplingParams(max_tokens=2000)))
+        begun = self._begin()
+        self.steps.add_blocks(self._take_in(begun.batch)[1])
+        self._end(begun)
+
+    def _begin(self) -> Iteration:
+        begun = self.engine.schedule()
+        assert begun is not None, "sequences have more tokens to decode"
+        return begun
+
+    def _end(self, begun: Iteration) -> None:
+        chosen = [SampledToken(feed.number, 7, None) for feed in begun.batch.feed]
+        self.engine.finish({0: ModelOutput(0, begun.batch.number, chosen, 0, 0, 0.0, 0.0)})
 
     def plan(self) -> bytes:
         """Does the engine's part of a step; returns what is sent."""
-        step = self.engine.plan(dict.fromkeys(range(self.setting.sequences), 1), "pass-q", True)
-        (decode,) = step.parts
-        assert isinstance(decode, DecodeBatch)
-        return DecodeMessage.of(decode, [7] * self.setting.sequences, step.blocks).encode()
+        begun = self._begin()
+        message = encode(begun.batch)
+        self._end(begun)
+        return message
+
+    def _take_in(
+        self, batch: ExecuteBatch
+    ) -> tuple[list[BatchEntry], dict[tuple[int, int], list[int]]]:
+        """Takes in what is fed; returns it, and the blocks that it adds to this rank."""
+        entries, added = [], dict[tuple[int, int], list[int]]()
+        for feed in batch.feed:
+            owners = self._owners.get(feed.number, np.zeros(0, dtype=np.int64))
+            if feed.ranks:
+                owners = self._owners[feed.number] = np.append(owners, feed.ranks)
+                for rank, block in zip(feed.ranks, feed.blocks, strict=True):
+                    added.setdefault((feed.number, rank), []).append(block)
+            entries.append(BatchEntry(feed.number, feed.start, feed.count, owners))
+        return entries, added
 
     def build(self, message: bytes) -> ForwardContext:
         """Does a rank's part of a step but for its layers."""
-        found = DecodeMessage.decode(message)
-        decode, blocks = found.plan(self.mirror, MASKS, self.blocks, self.setting.block_size)
-        run = self.steps.begin(Step((decode,), blocks))
-        tokens = dict(zip(decode.sequences, found.tokens[:, None].tolist(), strict=True))
+        setting, batch = self.setting, self._read.decode(message)
+        entries, added = self._take_in(batch)
+        plan = plan_iteration(entries, MASKS, setting.block_size, setting.ranks, "pass-q")
+        assert plan.decode is not None, "a step that decodes"
+        run = self.steps.begin(Step((plan.decode,), added))
+        tokens = {feed.number: [feed.token] for feed in batch.feed}
         for values in (run.ids(tokens), run.positions, np.array([*run.last().values()])):
             torch.from_numpy(values)
         return run
@@ -191,7 +211,7 @@ def measure(setting: Setting, repetitions: int) -> Found:
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--stripes", type=int, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--stripes", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4_000, 132_000])
     parser.add_argument("--repetitions", type=int, default=100)
     parser.add_argument("--output", type=Path, metavar="DIR", help="Write the figures there.")
@@ -213,9 +233,7 @@ def main() -> int:
     ]
     for tokens in options.tokens:
         for stripe in options.stripes:
-            prompt = tokens - min(4_000, tokens // 2)
-            setting = Setting(prompt=prompt, decoded=tokens - prompt, stripe=stripe)
-            found = measure(setting, options.repetitions)
+            found = measure(Setting(tokens=tokens, stripe=stripe), options.repetitions)
             times = (f"{a:.2f} ({b:.2f})" for a, b in (found.engine, found.rank, found.layers))
             lines.append(
                 f"| {tokens:,} | {stripe} | {' | '.join(times)} | {found.bytes_a_sequence:.0f} | "

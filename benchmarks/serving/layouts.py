@@ -30,18 +30,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.serving.chain_prefill import page
+from benchmarks.serving.planned_steps import PlannedSteps
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
-from distca.inference.pool_size import PoolSize, Sharing
 from distca.inference.sequence_parallel import share_rows, split_model
 from distca.inference.tensor_parallel import join_ranks
 from distca.runtime import Buffers, CoreAttention
-from distca.schedule.serving import STRATEGIES, Sharding, Strategy
+from distca.schedule.serving import STRATEGIES, Strategy
 from distca.schedule.serving.csps.layouts import Layout, SplitModel
+from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.transport import CollectiveTransport
 
@@ -92,11 +93,11 @@ class Rank:
             self._ranks = share_rows(self._ranks, self._layers, CPU, TIMEOUT)
         self._transport = CollectiveTransport(group, CPU)
         core = CoreAttention(self._transport, select_kernel("cpu"), Buffers(CPU, STEP_SLOTS))
-        pool = PoolSize(-(-job.tokens // BLOCK) + 1, BLOCK)
-        self._rank = ModelRunner(self._model, core, CPU, pool.blocks, BLOCK, self._ranks)
+        blocks = -(-job.tokens // BLOCK) + 1
+        self._rank = ModelRunner(self._model, core, CPU, blocks, BLOCK, self._ranks)
         world = job.ranks // tensor
         self._planners = {
-            layout: pool.planner(self._model, Sharing(world, 16, split=self._split(layout)))
+            layout: PlannedSteps(self._model.masks, world, BLOCK, self._split(layout))
             for layout in (SPLIT.values() if split else [None])
         }
 
@@ -106,14 +107,14 @@ class Rank:
         return SplitModel(self._layers.layer, self._layers.layers, layout)
 
     def prefill(
-        self, strategy: PrefillStrategy, layout: Layout | None, sharding: Sharding | None = None
+        self, strategy: PrefillStrategy, layout: Layout | None, chain: Levels | None = None
     ) -> dict[str, float]:
         """Feeds a prompt.
 
         Args:
             strategy: what travels.
             layout: how rows are shared by ranks that split the weights.
-            sharding: who owns the tokens; None: all evenly, in zigzag.
+            chain: who owns the tokens; None: all evenly, in zigzag.
 
         Returns:
             CPU seconds, seconds to the first token, if it is chosen here, bytes sent, and those of
@@ -123,10 +124,10 @@ class Rank:
         sent, planner = self._sent(), self._planners[layout]
         dist.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
-        step = planner.plan({0: len(tokens)}, strategy, decodes=False, sharding=sharding)
+        step = planner.plan({0: len(tokens)}, strategy, chain)
         chosen = self._rank.run(step, {0: tokens})
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        planner.drop(0)
+        planner.drop_all()
         self._rank.drop(0)
         planned = sum(step.bytes_by_sequence(self._model))
         sent = self._sent() - sent

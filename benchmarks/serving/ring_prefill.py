@@ -38,15 +38,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
+from benchmarks.serving.planned_steps import PlannedSteps
 from distca.attention import select_kernel
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import ServedModel, read_model
-from distca.inference.step_planner import StepPlanner
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving import STRATEGIES
-from distca.schedule.serving.blocks import BlockPool
 from distca.transport import CollectiveTransport, Transport
 from distca.transport.ablation import Signal, SingleStream
 
@@ -86,7 +85,7 @@ class Way:
         blocks = -(-job.tokens // job.ranks // BLOCK) + 1
         self._job, self._core = job, CoreAttention(transport, select_kernel("cpu"), buffers)
         self._rank = ModelRunner(model, self._core, CPU, blocks, BLOCK)
-        self._planner = StepPlanner(BlockPool(job.ranks, blocks, BLOCK), model.masks, 16)
+        self._planner = PlannedSteps(model.masks, job.ranks, BLOCK)
 
     def prefill(self, strategy: Any) -> dict[str, float]:
         """Feeds a prompt; returns seconds, CPU seconds, those of kernels, and the bytes sent."""
@@ -95,12 +94,12 @@ class Way:
         sent = sum(self._core.transport.bytes_sent.values())
         self._core.trace.recording = True
         started, cpu = time.perf_counter(), time.process_time()
-        step = self._planner.plan({0: len(tokens)}, strategy, decodes=False)
+        step = self._planner.plan({0: len(tokens)}, strategy)
         self._rank.run(step, {0: tokens})
         cpu = time.process_time() - cpu
         dist.barrier()
         seconds = time.perf_counter() - started
-        self._planner.drop(0)
+        self._planner.drop_all()
         self._rank.drop(0)
         spans = self._core.trace.take(0)
         kernels = sum(span["dur"] for span in spans if span["name"] == "core attention") / 1e6

@@ -33,6 +33,8 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.partitions import (
     Chain,
     PartitionTable,
@@ -40,12 +42,12 @@ from distca.schedule.serving.partitions import (
     even_shares,
     search_partition,
 )
-from distca.schedule.serving.restripe import restripe
+from distca.schedule.serving.prefix_cache import Block, PrefixCache
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import (
     InferenceCosts,
     searched_shares,
-    simulate_restripe,
+    simulate_block_moves,
     simulate_step,
 )
 from distca.simulate.serving.prefill_chain import ChainCosts, fit_alone
@@ -331,12 +333,10 @@ def decode_text() -> list[str]:
         shares = searched_shares(thousands * K, costs, cost_model, ranks)
         chain = held_after(nobody_holds(ranks), Chain(ranks, shares)(0 * ends, ends))
         even = held_after(nobody_holds(ranks), shard_evenly(0 * ends, ends, ranks))
-        move = restripe(tuple(range(sequences)), chain, chain, STRIPE)
-        assert move is not None, "a searched chain is uneven"
-        moving, nbytes = simulate_restripe(move, costs)
-        uneven, evened, ring = (
-            decode_seconds(held, ends, costs) for held in (chain, move.after, even)
-        )
+        held, moves = even_out(Chain(ranks, shares), thousands * K, sequences)
+        assert moves, "a searched chain is uneven"
+        moving, nbytes = simulate_block_moves(moves, STRIPE, ranks, costs)
+        uneven, evened, ring = (decode_seconds(each, ends, costs) for each in (chain, held, even))
         most = chain.tokens_per_rank().max() / chain.tokens_per_rank().mean()
         rows.append(
             f"| {ranks} | {thousands}k | {sequences} | {most:.2f} | {1e3 * uneven:.2f} "
@@ -344,19 +344,52 @@ def decode_text() -> list[str]:
             f"| {int(np.ceil(moving / (uneven - evened)))} |"
         )
     return [
-        "## Decoding behind a chain, and re-striping before it (Llama 8B on H100s, one node)",
+        "## Decoding behind a chain, and equal shares before it (Llama 8B on H100s, one node)",
         "",
         "A ring's zigzag and an even partition leave equal shares of keys and values with all "
         "ranks, a searched chain does not, and a decode step takes as long as the rank with most. "
-        "`--restripe` moves the surplus once. *Pays after*: decoded tokens whose gain is the "
+        "`--even-out` moves the surplus once. *Pays after*: decoded tokens whose gain is the "
         "move's time.",
         "",
-        "| GPUs | tokens | sequences | rows, most over mean | decode step, ms | re-striped, ms "
+        "| GPUs | tokens | sequences | rows, most over mean | decode step, ms | evened out, ms "
         "| behind a ring, ms | moved, MB | move, ms | pays after |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *rows,
         "",
     ]
+
+
+@dataclass
+class Filled:
+    """A sequence with full blocks alone."""
+
+    number: int
+    blocks: list[Block]
+    settled: int = 0
+
+    @property
+    def full(self) -> int:
+        """Its full blocks."""
+        return len(self.blocks)
+
+
+def even_out(chain: Chain, tokens: int, sequences: int) -> tuple[Placement, list[BlockTransfer]]:
+    """Moves the blocks that a chain leaves until ranks hold equal shares.
+
+    Returns:
+        Who holds which tokens then, and the blocks that moved.
+    """
+    count, ranks = tokens // STRIPE, chain.ranks
+    cache = PrefixCache(BlockPool(ranks, sequences * count, STRIPE), False)
+    filled = [
+        Filled(n, [cache.take(rank) for rank in chain.owners(count, 0, tokens)])
+        for n in range(sequences)
+    ]
+    moves = Mover(cache, 0, STRIPE).even_out(filled)
+    owners = np.array([[block.rank for block in each.blocks] for each in filled]).ravel()
+    starts = np.tile(np.arange(count) * STRIPE, sequences)
+    numbers = np.repeat(np.arange(sequences), count)
+    return Placement(numbers, starts, starts + STRIPE, owners, ranks), moves
 
 
 def decode_seconds(held: Placement, ends: Int64s, costs: InferenceCosts) -> float:

@@ -50,6 +50,7 @@ from benchmarks.serving.systems import (
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.inference.machine import Machine
+from distca.inference.messages import AddRequest, ModelOutput, SampledToken, encode
 from distca.inference.sampling import SamplingParams
 from distca.plan import Mask
 from distca.progress import track
@@ -57,9 +58,8 @@ from distca.schedule.serving import Selector, Strategy
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.scheduler import SchedulerConfig
 from distca.serve.engine.backlog import Backlog
-from distca.serve.engine.engine import Engine
-from distca.serve.engine.messages import AddRequest, ModelOutput, SampledToken, encode
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.engine import EngineProcess
+from distca.serve.engine.settings import ServerConfig
 
 SHORT_TOKENS = 32
 
@@ -227,9 +227,9 @@ def host_cost(
     """Times iterations that decode a token of all sequences, beside a chunk of one more."""
     limits = SchedulerConfig(sequences + 1, sequences + max(chunk, 1000), 16, 64)
     sizes = 4096, ranks, 1, "pass-kv", limits, 16, 1 << 30, 0.9, False, 60.0
-    settings = EngineConfig("", "float32", (None,), b"", *sizes)
+    settings = ServerConfig("", "float32", (None,), b"", *sizes)
     workers = NoWorkers(ranks)
-    engine = Engine(settings, workers, workers)
+    engine = EngineProcess(settings, workers, workers)
     engine.begin(sequences * 128, 1)
     owners: dict[int, list[int]] = {}
 

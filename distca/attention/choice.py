@@ -167,6 +167,11 @@ def choose(
     return chosen, faster
 
 
+def default_block_size() -> int:
+    """Returns the rows of a block where nobody chose: FlashAttention 2 reads multiples of 256."""
+    return 256 if torch.cuda.is_available() else 16
+
+
 def check_block_size(block_size: int, head_dim: int) -> None:
     """Checks that the kernel of this process's GPU, if it has one, reads a pool's blocks.
 

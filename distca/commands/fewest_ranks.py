@@ -52,7 +52,7 @@ def ranks_for_prompts(args: argparse.Namespace, model: Any, lengths: Sequence[in
     Raises:
         ValueError: it is not known what there is room for, or all ranks have too little.
     """
-    from distca.inference.pool_size import PoolSize, Sharing, ranks_that_fit
+    from distca.inference.pool_size import check_room, ranks_needed
 
     if args.kv_cache_memory_bytes is None or not lengths:
         raise ValueError(
@@ -64,10 +64,10 @@ def ranks_for_prompts(args: argparse.Namespace, model: Any, lengths: Sequence[in
             f"--context-parallel-size {AUTO} needs even parts, which {RUNAHEAD} has not: give a "
             "number"
         )
-    size = PoolSize.of_bytes(args.kv_cache_memory_bytes, args.block_size, model)
-    stripe, most = args.cp_kv_cache_interleave_size, _processes() // args.tensor_parallel_size
-    sharings = [Sharing(ranks, stripe) for ranks in range(1, max(most, 1) + 1)]
-    return ranks_that_fit(size, model, max(lengths), args.max_tokens, sharings)
+    most = max(_processes() // args.tensor_parallel_size, 1)
+    longest, size, nbytes = max(lengths), args.block_size, args.kv_cache_memory_bytes
+    check_room(model, longest, args.max_tokens, most, size, nbytes)
+    return ranks_needed(model, longest, args.max_tokens, size, nbytes)
 
 
 def ranks_for_positions(args: argparse.Namespace, model: Any, cache_bytes: int | None) -> int:
@@ -82,14 +82,14 @@ def ranks_for_positions(args: argparse.Namespace, model: Any, cache_bytes: int |
     Raises:
         ValueError: it is not known what there is room for.
     """
-    from distca.inference.pool_size import PoolSize
+    from distca.inference.pool_size import blocks_in
 
     if cache_bytes is None:
         raise ValueError(
             f"--context-parallel-size {AUTO} goes by the room of a rank: give "
             "--kv-cache-memory-bytes"
         )
-    blocks = PoolSize.of_bytes(cache_bytes, args.block_size, model).blocks
+    blocks = blocks_in(cache_bytes, model, args.block_size)
     positions = args.max_model_len or model.positions
     of_machine = args.block_size * blocks * args.nnodes
     return -(-positions // of_machine) * args.nnodes

@@ -29,8 +29,8 @@ examples:
   distca generate MODEL --conversations chats.jsonl --context-parallel-size 4 --json
   distca generate MODEL --prompt-ids ids.json --check
 
-Each rank is a process of this machine, with a GPU of its own where there are any. New tokens of a
-prompt are shared out evenly, and each rank keeps the keys and values of its own.
+Each rank is a process of this machine, with a GPU of its own where there are any. Blocks of a
+prompt's tokens are shared out evenly, and each rank keeps the keys and values of its own.
 """
 
 
@@ -81,23 +81,32 @@ def build_parser() -> Parser:
     how.add_argument(
         "--cp-kv-cache-interleave-size",
         type=int,
-        default=16,
         metavar="N",
-        help="Consecutive decoded positions that one rank owns.",
+        help="Consecutive decoded positions that one rank owns, a multiple of --block-size. "
+        "Default: --block-size.",
     )
     how.add_argument(
-        "--restripe",
+        "--even-out",
         action="store_true",
         help="Move keys and values after each prefill, so that all ranks hold equal shares, within "
-        "a stripe: a chain leaves unequal ones.",
+        "a block: a chain leaves unequal ones.",
     )
     how.add_argument(
         "--block-size",
         type=int,
-        default=256,
         metavar="N",
-        help="Tokens in a block of a rank's keys and values; a multiple of "
-        "--cp-kv-cache-interleave-size.",
+        help="Tokens in a block of a rank's keys and values. Default: 16, or 256 on GPUs: "
+        "FlashAttention 2 reads multiples of that alone.",
+    )
+    how.add_argument(
+        "--max-num-seqs", type=int, default=64, metavar="N", help="Most prompts that run at a time."
+    )
+    how.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="Most tokens of an iteration: longer prompts are fed in chunks. Default: the longest "
+        "prompt's, or 2048 if it has fewer.",
     )
     how.add_argument(
         "--kv-cache-memory-bytes",
@@ -148,21 +157,24 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse(argv)
     _check_flags(args)
     args.dtype = served_dtype(args.dtype)
-    from distca.attention.choice import check_block_size
+    from distca.attention.choice import check_block_size, default_block_size
     from distca.inference.conversations import (
         Conversations,
         Prompts,
         read_conversations,
         read_prompt_ids,
     )
+    from distca.inference.llm import configure
     from distca.inference.models import DTYPES, load_tokenizer, read_model
-    from distca.inference.pool_size import PoolSize, Sharing
-    from distca.inference.rank_processes import RankError, RankProcesses, RankSettings
+    from distca.inference.pool_size import DEFAULT_BYTES, bytes_needed, check_room, check_stripe
+    from distca.inference.rank_processes import RankError, RankProcesses
     from distca.inference.sampling import SamplingParams
     from distca.inference.verify import compare
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
-    check_block_size(args.block_size, model.shape.head_dim)
+    size = args.block_size = args.block_size or default_block_size()
+    check_block_size(size, model.shape.head_dim)
+    check_stripe(args.cp_kv_cache_interleave_size or size, size)
     tokenizer = None if args.prompt_ids else load_tokenizer(args.model)
     most = args.max_tokens
     work: Prompts | Conversations
@@ -179,38 +191,41 @@ def main(argv: Sequence[str]) -> int:
     split = served_split(args, model)
     strategy = _strategy(args, model, max(known, default=None))
     refuse_check(args, strategy)
-    sharing = Sharing(
-        args.context_parallel_size,
-        args.cp_kv_cache_interleave_size,
-        _sharding(args, model, known, strategy),
-        args.restripe,
-        split,
-    )
-    tell_of_lengths("generate", sharing.sharding, args.partition, known)
-    if args.kv_cache_memory_bytes is None:
-        pool = work.pool_size(sharing, args.block_size)
-    else:
-        pool = PoolSize.of_bytes(args.kv_cache_memory_bytes, args.block_size, model)
-    work.fit(pool, sharing)
-    stops = frozenset() if args.ignore_eos else model.stops
-    settings = RankSettings(
+    ranks = args.context_parallel_size
+    chain = _chain(args, model, known, strategy)
+    tell_of_lengths("generate", chain, args.partition, known)
+    cache_bytes = args.kv_cache_memory_bytes
+    if cache_bytes is None:
+        # Later turns may be as long as the model can read.
+        lengths = known or [model.positions] * len(work.lengths)
+        cache_bytes = bytes_needed(model, lengths, most, ranks, size, chain)
+        cache_bytes = cache_bytes if known else min(cache_bytes, DEFAULT_BYTES)
+    check_room(model, max(work.lengths), most, ranks, size, cache_bytes)
+    config = configure(
         model,
-        sharing,
-        strategy if split is None else STRATEGIES[0],
-        SamplingParams(most, args.temperature, args.seed, stops),
-        keeps_logits=args.check,
-        pool=pool,
-        records=args.trace is not None,
+        ranks,
+        strategy=strategy if split is None else STRATEGIES[0],
+        chain=chain,
+        split=split,
+        block_size=size,
+        stripe=args.cp_kv_cache_interleave_size,
+        cache_bytes=cache_bytes,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens or max(2048, *work.lengths),
+        evens_out=args.even_out,
         enforce_eager=args.enforce_eager,
+        keeps_logits=args.check,
     )
+    stops = frozenset() if args.ignore_eos else model.stops
+    sampling = SamplingParams(most, args.temperature, args.seed, stops)
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
     begin = time.perf_counter()
     try:
-        with RankProcesses(settings) as ranks:
+        with RankProcesses(config, records=args.trace is not None) as processes:
             loaded = time.perf_counter()
-            done = work.run(ranks, shown.token)
+            done = work.run(processes, sampling, shown.token)
             seconds = time.perf_counter() - loaded
-            timelines = [] if args.trace is None else ranks.timelines()
+            timelines = [] if args.trace is None else processes.timelines()
     except RankError as error:
         sys.stderr.write(f"distca generate: {error}\n")
         return 2
@@ -219,25 +234,26 @@ def main(argv: Sequence[str]) -> int:
     if args.trace is not None:
         write_trace(args.trace, timelines)
     if not known:
-        prompts = [len(each.token_ids) for each in done]
-        tell_of_lengths("generate", sharing.sharding, args.partition, prompts)
+        prompts = [len(each.prompt_token_ids) for each in done]
+        tell_of_lengths("generate", chain, args.partition, prompts)
+    answers = [answer for each in done for answer in each.outputs]
     rows: list[dict[str, Any]] = [
         {
-            "token_ids": each.answer.token_ids,
-            "text": tokenizer.decode(each.answer.token_ids, skip_special_tokens=True)
+            "token_ids": answer.token_ids,
+            "text": tokenizer.decode(answer.token_ids, skip_special_tokens=True)
             if tokenizer
             else None,
-            "finish_reason": each.answer.finish_reason,
-            "ttft_seconds": each.answer.ttft_seconds,
-            "bytes_moved": each.answer.bytes_moved,
+            "finish_reason": answer.finish_reason,
+            "ttft_seconds": answer.ttft_seconds,
+            "bytes_moved": answer.bytes_moved,
         }
-        for each in done
+        for answer in answers
     ]
     if args.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:
         shown.answers(rows)
-        tokens = sum(len(each.answer.token_ids) for each in done)
+        tokens = sum(len(answer.token_ids) for answer in answers)
         sys.stdout.write(
             f"{tokens} tokens on {args.context_parallel_size} ranks, {tokens / seconds:.1f} "
             f"tokens/s; first token after {max(r['ttft_seconds'] for r in rows):.3f} s; "
@@ -251,10 +267,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if found.holds else 1
 
 
-def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int], strategy: Any) -> Any:
-    """Who owns the new tokens of prefills; None: all ranks evenly, in zigzag."""
+def _chain(args: argparse.Namespace, model: Any, lengths: Sequence[int], strategy: Any) -> Any:
+    """Who shares out prompts, a chain or levels; None: all ranks evenly, in zigzag."""
     chain = served_chain(args, model, lengths)
-    return strategy.shard if isinstance(strategy, NearToFar) else chain
+    return strategy.levels if isinstance(strategy, NearToFar) else chain
 
 
 def _strategy(args: argparse.Namespace, model: Any, longest: int | None) -> Any:
@@ -342,8 +358,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
         ("--block-size", args.block_size),
         ("--max-tokens", args.max_tokens),
+        ("--max-num-seqs", args.max_num_seqs),
+        ("--max-num-batched-tokens", args.max_num_batched_tokens),
+        ("--kv-cache-memory-bytes", args.kv_cache_memory_bytes),
     ):
-        if value != AUTO and value < 1:
+        if value not in (None, AUTO) and value < 1:
             raise ValueError(f"{flag} {value}: give at least 1")
     if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
         raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")

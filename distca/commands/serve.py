@@ -237,7 +237,9 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse(argv)
     gpus = _gpus()
     args.dtype = served_dtype(args.dtype)
-    args.block_size = args.block_size or (256 if gpus else 16)
+    from distca.attention.choice import default_block_size
+
+    args.block_size = args.block_size or default_block_size()
     _check_flags(args)
     check_transport(args.transport, gpus > 0, args.nnodes)
     roles = roles_of(args)
@@ -320,10 +322,10 @@ def _settings(
     """
     from distca.inference.models import model_digest
     from distca.inference.tensor_parallel import check_divides
-    from distca.schedule.serving.accounts import block_bytes
+    from distca.schedule.serving.blocks import block_bytes
     from distca.schedule.serving.csps.head_scatter import head_groups
     from distca.schedule.serving.scheduler import SchedulerConfig
-    from distca.serve.engine.settings import EngineConfig
+    from distca.serve.engine.settings import ServerConfig
 
     positions = args.max_model_len or served.positions
     if positions > served.positions:
@@ -336,7 +338,7 @@ def _settings(
         check_divides(served.config, roles.decode_tensor, "--decode-tensor-parallel-size")
         ranks = roles.prefill + roles.decode
     near = _near_to_far(args, served, nodes, ranks)
-    settings = EngineConfig(
+    settings = ServerConfig(
         args.model,
         args.dtype,
         served.windows,
@@ -361,10 +363,10 @@ def _settings(
         args.enforce_eager,
         args.transport,
         args.trust_remote_code,
-        nodes,
-        roles,
         head_groups(served.shape.heads, served.shape.kv_heads, ranks),
         split,
+        nodes=nodes,
+        roles=roles,
     )
     if 0 < gpus < len(settings.own_processes):
         raise ValueError(
@@ -472,12 +474,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port {args.port}: give 0 to 65535, 0 for any that is free")
-    stripe = args.cp_kv_cache_interleave_size or args.block_size
-    if stripe % args.block_size:
-        raise ValueError(
-            f"--cp-kv-cache-interleave-size {stripe} is no multiple of --block-size "
-            f"{args.block_size}: a block lies on one rank"
-        )
+    from distca.inference.pool_size import check_stripe
+
+    check_stripe(args.cp_kv_cache_interleave_size or args.block_size, args.block_size)
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ValueError(
             f"--gpu-memory-utilization {args.gpu_memory_utilization}: give more than 0, at most 1"

@@ -195,10 +195,11 @@ def _search_measured(
     save: Callable[[], None],
 ) -> Described:
     """Searches lengths on ranks, and saves after each partition that they have run."""
+    from distca.attention.choice import default_block_size
+    from distca.inference.llm import configure
     from distca.inference.measured_chain import MeasuredChain
-    from distca.inference.pool_size import BLOCK_SIZE, PoolSize, Sharing
-    from distca.inference.rank_processes import RankProcesses, RankSettings
-    from distca.inference.sampling import SamplingParams
+    from distca.inference.pool_size import bytes_needed
+    from distca.inference.rank_processes import RankProcesses
 
     ranks = args.context_parallel_size
     kind = {"cpu": "of CPU on the busiest process", "wall": "to the first token"}[args.measure]
@@ -214,12 +215,16 @@ def _search_measured(
         raise ValueError(
             f"--lengths {max(lengths)}: the model has {model.positions:,} positions: give less"
         )
-    # Any rank may have all tokens.
-    pool = PoolSize(-(-max(lengths) // BLOCK_SIZE))
-    settings = RankSettings(
-        model, Sharing(ranks, BLOCK_SIZE), "pass-kv", SamplingParams(), pool=pool
+    size, longest = default_block_size(), max(lengths)
+    config = configure(
+        model,
+        ranks,
+        block_size=size,
+        # Any rank may have all tokens.
+        cache_bytes=bytes_needed(model, [longest], 1, 1, size),
+        max_num_batched_tokens=max(longest, 2048),
     )
-    with RankProcesses(settings) as processes:
+    with RankProcesses(config) as processes:
         # The first one warms up.
         processes.time_prefill(tuple(cut_prompt(min(lengths), even_shares(ranks)).tolist()))
         for length in lengths:

@@ -15,7 +15,7 @@ from distca.cost.decode_memory import decode_memory
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.step_memory import step_memory
 from distca.cost.volume import AttentionShape
-from distca.inference.step_planner import Step
+from distca.inference.step import Step
 from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, EventCursor, Exchange
@@ -26,14 +26,12 @@ from distca.runtime.serving.importance import Importance
 from distca.runtime.serving.kept_call import SparseAttention
 from distca.runtime.serving.kept_exchange import build_kept_exchange
 from distca.runtime.serving.kv_pool import BlockTables, KVCache
-from distca.runtime.serving.row_moves import build_row_moves, move_rows
 from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
 from distca.runtime.serving.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
-from distca.schedule.serving.accounts import NewBlocks
+from distca.schedule.serving.blocks import NewBlocks
 from distca.schedule.serving.decode import DecodeBatch
 from distca.schedule.serving.prefill_batch import PrefillBatch
-from distca.schedule.serving.restripe import Restripe
 
 # A call of core attention by itself: the model decides which layer is next.
 _ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
@@ -110,22 +108,6 @@ class AttentionRunner:
         return ForwardContext(
             rows, self._windows, self.pool, slots, self._parts(step), labels, self.watch
         )
-
-    def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
-        """Moves keys and values of sequences between ranks. Collective.
-
-        Args:
-            move: who holds which rows before and after.
-            blocks: blocks that it adds.
-        """
-        rank, tables = self._core.transport.rank, self._tables
-        before, after = (move.rows(held)[:, rank] for held in (move.before, move.after))
-        held = self._slots(move.sequences, before)
-        self.add_blocks(blocks)
-        for sequence, rows in zip(move.sequences, after.tolist(), strict=True):
-            tables.truncate(sequence, -(-rows // tables.block_size))
-        moves = build_row_moves(move, rank, self._shape, held, self._slots(move.sequences, after))
-        move_rows(self._core, self.pool, moves.map_indices(self._on_device))
 
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from distca.inference.finite import naming
-from distca.inference.generation import Answer
+from distca.inference.llm import Completion, OnToken, RequestOutput
 from distca.inference.models import ServedModel
-from distca.inference.pool_size import (
-    DEFAULT_BYTES,
-    PoolSize,
-    Sharing,
-    batches_that_fit,
-    size_for,
-)
 from distca.inference.rank_processes import RankProcesses
-
-logger = logging.getLogger(__name__)
+from distca.inference.sampling import SamplingParams
 
 Message = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A prompt, or a turn, with its answer.
-
-    Attributes:
-        token_ids: all tokens before the answer.
-        answer: answer to them.
-    """
-
-    token_ids: list[int]
-    answer: Answer
 
 
 class Prompts:
@@ -58,9 +35,7 @@ class Prompts:
             raise ValueError("there are no prompts: give at least one")
         for number, prompt in enumerate(prompts):
             check_tokens(model, prompt, max_tokens, f"prompt {number}")
-        self._model, self._max_tokens = model, max_tokens
         self._prompts = [list(prompt) for prompt in prompts]
-        self._batches = [list(range(len(prompts)))]
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -70,39 +45,24 @@ class Prompts:
         """Tokens of each prompt."""
         return [len(prompt) for prompt in self._prompts]
 
-    def pool_size(self, sharing: Sharing, block_size: int) -> PoolSize:
-        """The size of ranks' pools in which all prompts and their answers have room together."""
-        return size_for(self._model, self.lengths, self._max_tokens, sharing, block_size)
-
-    def fit(self, pool: PoolSize, sharing: Sharing) -> None:
-        """Cuts the prompts into batches that have room in ranks' pools, one after the other.
-
-        Raises:
-            ValueError: a prompt has no room.
-        """
-        sizes = self._model, self.lengths, self._max_tokens
-        self._batches = batches_that_fit(pool, *sizes, sharing)
-
-    def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
+    def run(
+        self, ranks: RankProcesses, sampling: SamplingParams, on_token: OnToken
+    ) -> list[RequestOutput]:
         """Answers all prompts; returns the answers in their order.
 
         Raises:
-            ValueError: the model's logits are not finite.
+            ValueError: a prompt has no room, or the model's logits are not finite.
         """
-        answers: dict[int, Answer] = {}
-        for batch in self._batches:
-            with naming("prompt"):
-                answers |= ranks.answer({n: self._prompts[n] for n in batch}, told)
-            for number in batch:
-                ranks.drop(number)
-        return [Answered(prompt, answers[n]) for n, prompt in enumerate(self._prompts)]
+        with naming("prompt"):
+            answers = ranks.answer(dict(enumerate(self._prompts)), sampling, on_token)
+        return [RequestOutput(prompt, [answers[n]]) for n, prompt in enumerate(self._prompts)]
 
 
 class Conversations:
     """Conversations whose turns are answered in order, those of one turn together.
 
-    Keys and values of earlier turns stay where they are; where a chat template writes an earlier
-    turn differently later on, that conversation is prefilled again.
+    The prefix cache has the keys and values of earlier turns, as far as the chat template writes
+    these as before.
 
     Args:
         model: model that answers.
@@ -138,23 +98,14 @@ class Conversations:
     def __len__(self) -> int:
         return sum(len(self._turns(each)) for each in self._conversations)
 
-    def pool_size(self, sharing: Sharing, block_size: int) -> PoolSize:
-        """The size of ranks' pools for the longest conversations, as far as memory is usual."""
-        lengths = [self._model.positions] * len(self._conversations)
-        return size_for(self._model, lengths, 1, sharing, block_size, at_most=DEFAULT_BYTES)
-
-    def fit(self, pool: PoolSize, sharing: Sharing) -> None:
-        """Checks what can be checked before the answers are known: first turns.
-
-        Raises:
-            ValueError: a conversation's first turn has no room.
-        """
-        lengths = [
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each conversation's first prompt; later ones depend on the answers."""
+        return [
             len(self._tokens(number, each[: self._turns(each)[0] + 1]))
             for number, each in enumerate(self._conversations)
             if self._turns(each)
         ]
-        batches_that_fit(pool, self._model, lengths, self._max_tokens, sharing)
 
     @staticmethod
     def _turns(messages: Sequence[Message]) -> list[int]:
@@ -166,41 +117,35 @@ class Conversations:
             if role == "user" and roles[n + 1] not in ("assistant", "tool")
         ]
 
-    def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
+    def run(
+        self, ranks: RankProcesses, sampling: SamplingParams, on_token: OnToken
+    ) -> list[RequestOutput]:
         """Answers all turns: those of the first conversation come first.
 
         Raises:
-            ValueError: the model's logits are not finite.
+            ValueError: a turn has no room, or the model's logits are not finite.
         """
-        done: list[list[Answered]] = [[] for _ in self._conversations]
+        done: list[list[RequestOutput]] = [[] for _ in self._conversations]
         said: list[list[Message]] = [[] for _ in self._conversations]
         at = [0] * len(self._conversations)
-        held: list[list[int]] = [[] for _ in self._conversations]
         while True:
-            feed: dict[int, list[int]] = {}
             prompts: dict[int, list[int]] = {}
             for number, messages in enumerate(self._conversations):
                 later = [turn for turn in self._turns(messages) if turn >= at[number]]
-                if not later:
-                    continue
-                said[number] += messages[at[number] : later[0] + 1]
-                at[number] = later[0] + 1
-                prompts[number] = self._tokens(number, said[number])
-                if prompts[number][: len(held[number])] != held[number]:
-                    logger.info("conversation %d is prefilled again: its template changed", number)
-                    ranks.drop(number)
-                    held[number] = []
-                feed[number] = prompts[number][len(held[number]) :]
-            if not feed:
+                if later:
+                    said[number] += messages[at[number] : later[0] + 1]
+                    at[number] = later[0] + 1
+                    prompts[number] = self._tokens(number, said[number])
+            if not prompts:
                 return [answered for each in done for answered in each]
             with naming("conversation"):
-                answers = ranks.answer(feed, told)
+                answers = ranks.answer(prompts, sampling, on_token)
             for number, answer in answers.items():
-                done[number].append(Answered(prompts[number], answer))
-                # The last token was not fed to the model.
-                held[number] = prompts[number] + answer.token_ids[:-1]
-                text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-                said[number].append({"role": "assistant", "content": text})
+                done[number].append(RequestOutput(prompts[number], [answer]))
+                said[number].append({"role": "assistant", "content": self._text(answer)})
+
+    def _text(self, answer: Completion) -> str:
+        return str(self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
 
     def _tokens(self, number: int, messages: Sequence[Message]) -> list[int]:
         """Token ids of messages as the model's template writes them."""

@@ -18,14 +18,12 @@ from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.cuda_graphs import Capture, DecodeGraphs
 from distca.inference.finite import Outputs, first_of_all_ranks
 from distca.inference.models import IMPLEMENTATION, ServedModel, need_transformers
-from distca.inference.step_planner import Step
+from distca.inference.step import Step
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
 from distca.runtime.serving.kv_pool import KVCache
-from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import DecodeBatch
-from distca.schedule.serving.restripe import Restripe
 
 OnLogits = Callable[[Int64s, torch.Tensor], None]
 """Function of positions, int64 `[rows]`, and their logits, float32 `[rows, vocabulary]`."""
@@ -178,31 +176,28 @@ class ModelRunner:
         logits: torch.Tensor = found.logits[0]
         return logits
 
-    def where_not_finite(self, step: Step, tokens: Mapping[int, Sequence[int]]) -> str:
+    def where_not_finite(self, last: tuple[Step, Mapping[int, Sequence[int]]] | None) -> str:
         """Says where the model stops being finite in a step that has run. Collective.
 
         The step runs again, without graphs, and the outputs of the modules are checked. All weights
         are finite: loading refuses others.
 
         Args:
-            step: step that has run last.
-            tokens: its new tokens of each sequence.
+            last: step that has run last, and its new tokens of each sequence; None: this rank had
+                no part in it.
 
         Returns:
             End of a sentence; empty if nothing is found.
         """
         dtype = str(self._served.dtype).removeprefix("torch.")
         outputs, graphs, self._graphs = Outputs(), self._graphs, None
-        with outputs.watched(self._model):
-            self.run(replace(step, blocks={}), tokens)
+        if last is not None:
+            step, tokens = last
+            with outputs.watched(self._model):
+                self.run(replace(step, blocks={}), tokens)
         self._graphs = graphs
         found = first_of_all_ranks(outputs.first)
         return "" if found is None else f": the output of {found[1]} is not finite in {dtype}"
-
-    @torch.no_grad()
-    def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
-        """Moves keys and values of sequences between ranks. Collective; see `AttentionRunner`."""
-        self._steps.restripe(move, blocks)
 
     def _serve(self, run: ForwardContext, layer: int) -> None:
         """Takes part in a layer's attention as a server alone."""

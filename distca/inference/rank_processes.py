@@ -1,12 +1,14 @@
-"""The processes of the ranks that answer together, and the calls that they are given."""
+"""Ranks of this machine, each a process with an `LLM`, and the calls that they are given.
+
+torchrun starts programs; this starts ranks for a program that goes on by itself, as a command does.
+"""
 
 from __future__ import annotations
 
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -16,47 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.inference.config import EngineConfig
 from distca.inference.finite import NotFiniteError
-from distca.inference.generation import Answer, Generator
-from distca.inference.models import ServedModel
-from distca.inference.pool_size import NoRoom, PoolSize, Sharing
+from distca.inference.llm import LLM, Completion, OnToken
+from distca.inference.messages import AddRequest
 from distca.inference.sampling import SamplingParams
 from distca.lifetime import start_process
-from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.runtime import Trace
 
-_TIMEOUT = timedelta(minutes=10)
 _SECONDS_TO_END = 5.0
-
-
-@dataclass(frozen=True)
-class RankSettings:
-    """What all ranks are told before they load the model.
-
-    Attributes:
-        model: model that answers.
-        sharing: ranks, and who holds which tokens; each rank is as many processes as share the
-            model's layers.
-        strategy: what travels in prefills, or who chooses it.
-        sampling: choice of tokens.
-        keeps_logits: whether answers keep their logits.
-        pool: size of each rank's pool of keys and values.
-        records: whether ranks record a timeline.
-        enforce_eager: whether GPUs decode without CUDA graphs.
-    """
-
-    model: ServedModel
-    sharing: Sharing
-    strategy: PrefillStrategy
-    sampling: SamplingParams
-    keeps_logits: bool = False
-    pool: PoolSize = field(default_factory=PoolSize)
-    records: bool = False
-    enforce_eager: bool = False
-
-    @property
-    def processes(self) -> int:
-        """Processes of all ranks."""
-        return self.sharing.world_size * self.model.tensor_parallel_size
 
 
 class RankError(RuntimeError):
@@ -69,15 +39,16 @@ class RankProcesses:
     They end with the process that made them, however it ends.
 
     Args:
-        settings: what they run.
+        config: configuration of the engine.
+        records: whether ranks record a timeline.
 
     Raises:
         ValueError: there are fewer GPUs than ranks.
         RankError: a rank cannot start.
     """
 
-    def __init__(self, settings: RankSettings) -> None:
-        count = settings.processes
+    def __init__(self, config: EngineConfig, records: bool = False) -> None:
+        count = config.processes
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if 0 < gpus < count:
             raise ValueError(
@@ -92,7 +63,7 @@ class RankProcesses:
             for rank in range(count):
                 ours, theirs = Pipe()
                 self._pipes.append(ours)
-                start_process(self._processes, _serve, settings, rank, store, pipe=theirs)
+                start_process(self._processes, _serve, config, records, rank, store, pipe=theirs)
             self._collect(lambda *_: None)
         except BaseException:
             self._end_now()
@@ -105,25 +76,28 @@ class RankProcesses:
 
     def answer(
         self,
-        new: Mapping[int, Sequence[int]],
-        told: Callable[[int, int], None] = lambda sequence, token: None,
-    ) -> dict[int, Answer]:
-        """Answers as `Generator.answer` does.
+        prompts: Mapping[int, Sequence[int]],
+        sampling: SamplingParams,
+        on_token: OnToken = lambda number, token: None,
+    ) -> dict[int, Completion]:
+        """Answers prompts, as `LLM.answer` does.
 
         Args:
-            new: tokens of each sequence that follow those that are held.
-            told: function that is told of each token as it is chosen, with its sequence.
+            prompts: token ids of each, by a number that draws its tokens.
+            sampling: choice of tokens.
+            on_token: function that is told of each token as it is chosen.
 
         Raises:
-            NoRoom: keys and values do not fit into the ranks' pools.
-            NotFiniteError: no token can be chosen for a sequence.
+            ValueError: a prompt's keys and values could never be held; nothing has run.
+            NotFiniteError: no token can be chosen for a prompt.
             RankError: a rank failed or ended; none is left.
         """
-        self._send(("answer", {sequence: list(tokens) for sequence, tokens in new.items()}))
-        return self._collect(told)[0]  # type: ignore[no-any-return]
+        told = {number: list(tokens) for number, tokens in prompts.items()}
+        self._send(("answer", (told, sampling)))
+        return self._collect(on_token)[0]  # type: ignore[no-any-return]
 
     def time_prefill(self, parts: Sequence[int]) -> tuple[float, float]:
-        """Feeds a prompt over a chain of ranks, as `Generator.time_prefill` does.
+        """Feeds a prompt over a chain of ranks, as `LLM.time_prefill` does.
 
         Args:
             parts: tokens of each rank's part.
@@ -134,11 +108,6 @@ class RankProcesses:
         self._send(("time prefill", tuple(parts)))
         found = self._collect(lambda *_: None)
         return max(cpu for cpu, _ in found), max(seconds for _, seconds in found)
-
-    def drop(self, sequence: int) -> None:
-        """Frees the keys and values of a sequence."""
-        self._send(("drop", sequence))
-        self._collect(lambda *_: None)
 
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes that all ranks have sent so far: by the plans, and as transports counted them."""
@@ -184,10 +153,10 @@ class RankProcesses:
             except OSError:
                 raise self._ended(rank) from None
 
-    def _collect(self, told: Callable[[int, int], None]) -> list[Any]:
+    def _collect(self, on_token: OnToken) -> list[Any]:
         """Waits until all ranks have returned, and hands on what they tell meanwhile."""
         results: dict[int, Any] = {}
-        refused: NoRoom | NotFiniteError | None = None
+        refused: ValueError | None = None
         while len(results) < len(self._pipes):
             missing = [rank for rank in range(len(self._pipes)) if rank not in results]
             for ready in wait([self._pipes[rank] for rank in missing]):
@@ -197,14 +166,14 @@ class RankProcesses:
                 except (EOFError, OSError):
                     raise self._ended(rank) from None
                 if kind == "token":
-                    told(*value)
+                    on_token(*value)
                 elif kind == "failed":
                     self._kill()
                     raise RankError(f"rank {rank}: {value}")
                 else:
                     results[rank] = value
                     if kind == "refused":
-                        refused = NoRoom(value)
+                        refused = ValueError(value)
                     elif kind == "not finite":
                         refused = NotFiniteError(*value)
         if refused:
@@ -226,34 +195,37 @@ class RankProcesses:
             process.join()
 
 
-def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection) -> None:
+def _serve(config: EngineConfig, records: bool, rank: int, store: str, pipe: Connection) -> None:
     """Runs a rank: the main function of its process."""
     try:
-        generator, sent, trace = _start(settings, rank, store, pipe)
+        llm, trace = _start(config, records, rank, store)
         pipe.send(("started", None))
+
+        def tell(number: int, token: int) -> None:
+            if rank == 0:
+                pipe.send(("token", (number, token)))
+
         while True:
             name, value = pipe.recv()
             if name == "answer":
+                prompts, sampling = value
+                requests = [AddRequest(n, n, ids, sampling) for n, ids in prompts.items()]
                 try:
-                    answers = generator.answer(value)
-                except NoRoom as error:
-                    # All ranks find that alike, and nothing has run.
-                    pipe.send(("refused", str(error)))
-                    continue
+                    answers = llm.answer(requests, tell)
                 except NotFiniteError as error:
-                    # All ranks find that alike, too.
+                    # All ranks find that, and go on.
                     pipe.send(("not finite", (error.sequence, error.why)))
-                    continue
-                pipe.send(("answers", answers if rank == 0 else None))
+                except ValueError as error:
+                    # All ranks find that, too, and nothing has run.
+                    pipe.send(("refused", str(error)))
+                else:
+                    pipe.send(("answers", answers if rank == 0 else None))
             elif name == "time prefill":
-                pipe.send(("seconds", generator.time_prefill(value)))
-            elif name == "drop":
-                generator.drop(value)
-                pipe.send(("dropped", None))
+                pipe.send(("seconds", llm.time_prefill(value)))
             elif name == "timeline":
-                pipe.send(("timeline", (_name(settings, rank), trace.take(rank))))
+                pipe.send(("timeline", (_name(config, rank), trace.take(rank))))
             else:
-                pipe.send(("bytes moved", (generator.bytes_planned, sent())))
+                pipe.send(("bytes moved", (llm.bytes_planned, llm.bytes_sent)))
     except (EOFError, BrokenPipeError):
         return
     except Exception as error:
@@ -262,70 +234,23 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection) -> N
         pipe.send(("failed", line))
 
 
-def _start(
-    settings: RankSettings, rank: int, store: str, pipe: Connection
-) -> tuple[Generator, Callable[[], int], Any]:
-    """Joins the other ranks, and loads the model; tells bytes that the rank has sent, too."""
-    from distca.attention import select_kernel
-    from distca.cost.step_memory import STEP_SLOTS
-    from distca.inference.cuda_graphs import capture_for
-    from distca.inference.model_runner import ModelRunner
-    from distca.inference.sequence_parallel import share_rows
-    from distca.inference.tensor_parallel import join_ranks
-    from distca.runtime import Buffers, CoreAttention, Trace
-    from distca.transport import CollectiveTransport
-
-    model = settings.model
-    world_size = settings.processes
+def _start(config: EngineConfig, records: bool, rank: int, store: str) -> tuple[LLM, Trace]:
+    """Joins the other ranks, and loads the model."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+        store=dist.FileStore(store, config.processes),  # type: ignore[attr-defined]
         rank=rank,
-        world_size=world_size,
-        timeout=_TIMEOUT,
+        world_size=config.processes,
+        timeout=timedelta(seconds=config.step_timeout),
     )
-    group, tensor_ranks = join_ranks(model.tensor_parallel_size, _TIMEOUT)
-    transport = CollectiveTransport(group, device, members_only=True)
-    if settings.sharing.split is not None:
-        tensor_ranks = share_rows(tensor_ranks, settings.sharing.split, device, _TIMEOUT)
-    kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
-    buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
     trace = Trace(device)
-    trace.recording = settings.records
-    core = CoreAttention(transport, kernel, buffers, trace=trace)
-
-    def tell(sequence: int, token: int) -> None:
-        if rank == 0:
-            pipe.send(("token", (sequence, token)))
-
-    generator = Generator(
-        model,
-        ModelRunner(
-            model,
-            core,
-            device,
-            settings.pool.blocks,
-            settings.pool.block_size,
-            tensor_ranks,
-            capture_for(model, device, settings.enforce_eager),
-        ),
-        settings.pool.planner(model, settings.sharing),
-        settings.strategy,
-        settings.sampling,
-        settings.keeps_logits,
-        tell,
-        trace,
-    )
-
-    def sent() -> int:
-        return sum(transport.bytes_sent.values()) + tensor_ranks.bytes_sent
-
-    return generator, sent, trace
+    trace.recording = records
+    return LLM(config, trace), trace
 
 
-def _name(settings: RankSettings, rank: int) -> str:
-    context, tensor = divmod(rank, settings.model.tensor_parallel_size)
+def _name(config: EngineConfig, rank: int) -> str:
+    context, tensor = divmod(rank, config.tensor_parallel_size)
     return f"rank {rank}: context {context}, tensor {tensor}"

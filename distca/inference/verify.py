@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from distca.inference.conversations import Answered
+from distca.inference.llm import RequestOutput
 from distca.inference.models import ServedModel
 
 LOGITS_APART = 1e-5
@@ -34,7 +34,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(model: ServedModel, done: Sequence[Answered], greedy: bool) -> Comparison:
+def compare(model: ServedModel, done: Sequence[RequestOutput], greedy: bool) -> Comparison:
     """Holds answers against one process's, which is fed the same tokens.
 
     In float32 logits have to be equal but for rounding, and greedy tokens equal. In bfloat16
@@ -51,9 +51,10 @@ def compare(model: ServedModel, done: Sequence[Answered], greedy: bool) -> Compa
     alike = None if model.dtype == torch.float32 else model.load(cpu, "eager")
     worst, tokens, wrong = 0.0, 0, 0
     off: dict[tuple[int, int], list[list[float]]] = {}
-    for number, each in enumerate(done):
-        ids = torch.tensor([each.token_ids + each.answer.token_ids[:-1]])
-        first = len(each.token_ids) - 1
+    answered = [(each.prompt_token_ids, answer) for each in done for answer in each.outputs]
+    for number, (prompt, answer) in enumerate(answered):
+        ids = torch.tensor([prompt + answer.token_ids[:-1]])
+        first = len(prompt) - 1
 
         def logits(
             of: torch.nn.Module, ids: torch.Tensor = ids, first: int = first
@@ -61,20 +62,20 @@ def compare(model: ServedModel, done: Sequence[Answered], greedy: bool) -> Compa
             result: torch.Tensor = of(input_ids=ids, use_cache=False).logits[0, first:].float()
             return result
 
-        reference, ours = logits(exact), torch.stack(each.answer.logits)
+        reference, ours = logits(exact), torch.stack(answer.logits)
         finite = reference[reference.isfinite()].abs()
         scale = max(float(finite.max()), 1.0) if len(finite) else 1.0
         apart = float(torch.where(reference == ours, 0.0, (reference - ours).abs()).max())
         # Of two numbers of which one is NaN, Python's maximum is the first.
         worst = max(worst, math.inf if math.isnan(apart) else apart / scale)
         top = reference.topk(2).values
-        chosen = reference.gather(1, torch.tensor(each.answer.token_ids)[:, None])
+        chosen = reference.gather(1, torch.tensor(answer.token_ids)[:, None])
         tokens += len(chosen)
         wrong += int(((top[:, :1] - chosen) / scale > TOP_APART).sum())
         if alike is not None:
             theirs_off = (logits(alike) - reference).abs().mean(1).tolist()
             ours_off = (ours - reference).abs().mean(1).tolist()
-            for token, *pair in zip(each.answer.token_ids, ours_off, theirs_off, strict=True):
+            for token, *pair in zip(answer.token_ids, ours_off, theirs_off, strict=True):
                 # An answer that goes round in circles says the same thing again and again.
                 off.setdefault((number, token), []).append(pair)
     if alike is not None:

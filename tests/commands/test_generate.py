@@ -35,7 +35,7 @@ def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None
         ],
     ]
     chats.write_text("\n".join(json.dumps(line) for line in lines))
-    flags = "--context-parallel-size 2 --max-tokens 6 --cp-kv-cache-interleave-size 2".split()
+    flags = "--context-parallel-size 2 --max-tokens 6 --block-size 2".split()
     trace = tmp_path / "trace.json"
     flags += ["--trace", str(trace), "--tensor-parallel-size", "2"]
     out = command.run(model, "--conversations", str(chats), *flags, "--check", "--json")
@@ -117,17 +117,17 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ([model, "--prompt", "a", "--temperature", "nan"], "give 0 or more"),
         ([model, "--prompt", "a", "--block-size", "0"], "--block-size 0: give at least 1"),
         (
-            [model, "--prompt", "a", "--cp-kv-cache-interleave-size", "48"],
-            "--cp-kv-cache-interleave-size 48 does not divide --block-size 256",
+            [model, "--prompt", "a", "--cp-kv-cache-interleave-size", "40"],
+            "--cp-kv-cache-interleave-size 40 is no multiple of --block-size 16",
         ),
         (
             [model, "--prompt", "a", "--kv-cache-memory-bytes", "1000"],
-            "1,000 is less than a block of 256 tokens, which takes 196,608",
+            "1,000 is less than a block of 16 tokens, which takes 12,288",
         ),
         (
             [model, "--prompt", "a" * 500, "--kv-cache-memory-bytes", "200000"],
-            "500 tokens of 1 sequences, with answers of up to 64, need 589,824 bytes of keys and "
-            "values on rank 0, where 196,608 of 196,608 are free",
+            "500 tokens, with an answer of up to 64, need 442,368 bytes of keys and values, and 1 "
+            "ranks have 200,000 each",
         ),
     ):
         assert why in command.refused(*flags), flags

@@ -13,8 +13,9 @@ import torch
 from distca.commands.generate import build_parser as generate_parser
 from distca.commands.main import main
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.inference.config import EngineConfig
 from distca.inference.models import read_model
-from distca.inference.rank_processes import RankError, RankSettings
+from distca.inference.rank_processes import RankError
 from distca.schedule.serving.partitions import Chain, PartitionTable, load_partitions
 from support.small_models import save_small_model
 
@@ -53,8 +54,10 @@ class _Ranks:
         self.ran: list[tuple[int, ...]] = []
         self.most = 1000
 
-    def __call__(self, settings: RankSettings) -> _Ranks:
-        assert settings.pool.blocks * settings.pool.block_size >= 640
+    def __call__(self, config: EngineConfig) -> _Ranks:
+        # 640 tokens of three layers of two heads of 16, in float32.
+        assert config.cache_bytes is not None
+        assert config.cache_bytes >= 640 * 3 * 2 * 2 * 16 * 4
         return self
 
     def __enter__(self) -> _Ranks:

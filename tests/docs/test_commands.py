@@ -130,6 +130,7 @@ BLOCKS = {
     "--seq-length was 1024, now 512": "test_the_message_of_another_length",
     "--": "test_flags_in_blocks",
     "from megatron_patches.upstream import": "test_upstream.py",
+    "import torch\n    from distca.inference.llm import": "test_llm.py runs it",
     "pretrain = with_distca(pretrain, documents": "test_upstream.py",
     '{"messages": [': "test_the_line_of_a_conversation",
     "tiles, DP4: events on": "test_recording.py",

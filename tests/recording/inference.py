@@ -92,16 +92,16 @@ def record_engine(settings: Any, blocks: int, submits: list[Any], aborts: int) -
     }
 
 
-def record_generator(how: tuple[Any, ...]) -> dict[str, Any]:
-    """Answers turns of conversations by `Generator` and records this rank's part; collective."""
-    from support.generated import answers_of_a_rank
+def record_turns(how: tuple[Any, ...]) -> dict[str, Any]:
+    """Answers turns of conversations by an `LLM` and records this rank's part; collective."""
+    from support.generated import generate_on_a_rank
 
     log, steps = Log(), list[dict[str, Any]]()
     with watching_steps(log, steps):
-        answers, planned, sent, held = answers_of_a_rank(*how)
-    told = [{str(n): each.token_ids for n, each in sorted(turn.items())} for turn in answers]
-    return {"steps": steps, "tokens": told, "bytes": {"planned": planned, "sent": sent},
-            "rows at the end": held}  # fmt: skip
+        found = generate_on_a_rank(*how)
+    told = [{str(n): each.token_ids for n, each in sorted(turn.items())} for turn in found.turns]
+    return {"steps": steps, "tokens": told, "bytes": {"planned": found.planned, "sent": found.sent},
+            "blocks at the end": found.referenced}  # fmt: skip
 
 
 def record_roles(settings: Any, folder: str, played: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recording.inference import record_engine, record_generator, record_roles
+from recording.inference import record_engine, record_roles, record_turns
 
 Call = tuple[Any, ...]
 """A function that records, and its arguments."""
@@ -120,12 +120,11 @@ def _near_to_far(path: str, ranks: int, drop: float) -> Any:
 
 def _turns(
     strategy: str,
-    stripe: int,
+    ranks: int,
     tensor: int = 1,
     chain: tuple[float, ...] | None = None,
-    restripes: bool = False,
     drop: float | None = None,
-    ranks: int = 0,
+    **changes: Any,
 ) -> Callable[[str, Path], Call]:
     """Three turns: a long prompt, one of a token, one of fewer than ranks, and what follows."""
 
@@ -137,19 +136,19 @@ def _turns(
         from distca.schedule.serving.partitions import Chain
         from support.engines import tokens
 
-        model = read_model(path, torch.float32, tensor)
         turns = [
             {0: tokens(150, 0), 1: tokens(1, 1), 2: tokens(2, 2)},
             {0: tokens(40, 3), 1: tokens(1, 4)},
             {1: tokens(90, 5), 2: tokens(5, 6)},
         ]
-        travels: Any = strategy
-        sharding: Any = None if chain is None else Chain(len(chain), chain)
+        how: dict[str, Any] = {"strategy": strategy, **changes}
+        if chain is not None:
+            how["chain"] = Chain(ranks, chain)
         if drop is not None:
-            travels = _near_to_far(path, ranks, drop)
-            sharding = travels.shard
-        sampling = SamplingParams(max_tokens=6)
-        return record_generator, (model, travels, stripe, sampling, turns, sharding, restripes)
+            near = _near_to_far(path, ranks, drop)
+            how |= {"strategy": near, "chain": near.levels}
+        model = read_model(path, torch.float32, tensor)
+        return record_turns, (model, ranks, SamplingParams(max_tokens=6), turns, how)
 
     return make
 
@@ -192,13 +191,13 @@ INFERENCE_MIXES: Sequence[InferenceMix] = (
         1, 16, 60, settings=lambda _: {"tensor_parallel_size": 2, "layout": "sp-tp"})),
     InferenceMix("engine, CP4, near to far, half dropped", 4, "llama", _engine(
         4, 64, 60, answers=2, settings=_sparse(4, 0.5))),
-    InferenceMix("turns, CP3, pass-KV, sinks", 3, "gpt_oss", _turns("pass-kv", 16)),
-    InferenceMix("turns, CP2, TP2, pass-Q, soft cap", 4, "gemma2", _turns("pass-q", 4, tensor=2)),
-    InferenceMix("turns, CP4, chain, restriped", 4, "gemma3_text", _turns(
-        "pass-kv", 4, chain=(0.1, 0.4, 0.15, 0.35), restripes=True)),
+    InferenceMix("turns, CP3, pass-KV, sinks", 3, "gpt_oss", _turns("pass-kv", 3, stripe=16)),
+    InferenceMix("turns, CP2, TP2, pass-Q, soft cap", 4, "gemma2", _turns("pass-q", 2, tensor=2)),
+    InferenceMix("turns, CP4, chain, evened out", 4, "gemma3_text", _turns(
+        "pass-kv", 4, chain=(0.1, 0.4, 0.15, 0.35), evens_out=True)),
     InferenceMix("turns, CP3, near to far, .7 dropped", 3, "llama", _turns(
-        "pass-kv", 4, drop=0.7, ranks=3)),
-    InferenceMix("turns, CP2, experts, all-gather", 2, "qwen3_moe", _turns("all-gather", 1)),
+        "pass-kv", 3, drop=0.7)),
+    InferenceMix("turns, CP2, experts, all-gather", 2, "qwen3_moe", _turns("all-gather", 2)),
     InferenceMix("roles, 2 + 1, growing groups", 3, "llama", _roles(2, 1)),
     InferenceMix("roles, 1 + 2, windows", 3, "gemma3_text", _roles(1, 2, strategy="fixed-1")),
 )  # fmt: skip

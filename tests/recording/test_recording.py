@@ -216,16 +216,17 @@ def test_defects_are_seen_that_losses_do_not_show(ranks) -> None:
         assert event in events, event
 
 
-def _other_stripes() -> Iterator[None]:
+def _other_owners() -> Iterator[None]:
     """Ranks own other tokens in decoding: answers are the same but for rounding."""
-    from distca.schedule.serving.holdings import Holdings
+    from distca.schedule.serving.scheduler import Scheduler
 
-    begin = Holdings.__init__
+    owners = Scheduler._owners
 
-    def wider(self: Any, ranks: int, stripe: int) -> None:
-        begin(self, ranks, 2 * stripe)
+    def turned(self: Any, each: Any, count: int) -> list[int]:
+        found = owners(self, each, count)
+        return [(rank + 1) % self._world_size for rank in found]
 
-    with mock.patch.object(Holdings, "__init__", wider):
+    with mock.patch.object(Scheduler, "_owners", turned):
         yield
 
 
@@ -245,7 +246,7 @@ def _scales_scores() -> Iterator[None]:
 INFERENCE_DEFECTS: dict[str, tuple[Callable[[], Iterator[None]], set[str]]] = {
     "none": (_unchanged, set()),
     "waits at once": (_waits_at_once, {"events"}),
-    "other stripes": (_other_stripes, {"plans", "events", "bytes", "rows at the end"}),
+    "other owners": (_other_owners, {"plans", "events", "bytes"}),
     "scales scores": (_scales_scores, {"logits", "keys and values"}),
 }
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from distca.cost.step_bytes import stepped_bytes
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask, Plan, validate_stepped_plan
+from distca.plan import Mask, Placement, Plan, validate_stepped_plan
 from distca.plan.span import Int64s
-from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
-from distca.schedule.serving.decode import DecodeBatch, plan_decode
-from distca.schedule.serving.holdings import Holdings
+from distca.schedule.serving import held_after, nobody_holds, step_plan
+from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=16)
 
@@ -30,48 +30,51 @@ def keys_of_servers(plan: Plan) -> Int64s:
     return keys
 
 
+def plan_decode(
+    owners: dict[int, list[int]], lengths: dict[int, int], size: int, ranks: int, masks: list[Mask]
+) -> DecodeBatch:
+    """Plans a step that feeds the next token of sequences; `owners` are those of their blocks."""
+    entries = [
+        BatchEntry(each, lengths[each], 1, np.array(owners[each], dtype=np.int64))
+        for each in owners
+    ]
+    decode = plan_iteration(entries, masks, size, ranks, "pass-kv").decode
+    assert decode is not None
+    return decode
+
+
+def pieces(owners: list[int], length: int, size: int, ranks: int) -> Placement:
+    """Who holds the tokens of a sequence, block by block."""
+    held = nobody_holds(ranks)
+    for block, start in enumerate(range(0, length, size)):
+        one = (np.array([each]) for each in (0, start, min(start + size, length), owners[block]))
+        held = held_after(held, Placement(*one, ranks))
+    return held
+
+
 @settings(max_examples=30)
 @given(st.data())
 def test_decode_steps_are_the_plans_of_all_pieces(data: st.DataObject) -> None:
-    """Prompts, turns and decoded tokens in any order; sequences come and go."""
-    ranks, stripe = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    """Blocks of any size, on any ranks, of sequences of any lengths."""
+    ranks, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     masks = [Mask(), Mask(data.draw(st.integers(0, 20)))]
-    holdings, sequences = Holdings(ranks, stripe), [3, 8, 5, 4, 9, 7]
-    held = {sequence: nobody_holds(ranks) for sequence in sequences}
-    for _ in range(data.draw(st.integers(1, 8))):
-        some = data.draw(st.lists(st.sampled_from(sequences), min_size=1, unique=True))
-        if data.draw(st.integers(0, 9)) == 0:
-            holdings.drop(some[0])
-            held[some[0]] = nobody_holds(ranks)
-        if data.draw(st.booleans()):
-            starts = np.array([holdings.length(each) for each in some])
-            counts = data.draw(st.lists(st.integers(1, 40), min_size=len(some), max_size=len(some)))
-            new = shard_evenly(starts, starts + np.array(counts), ranks)
-            holdings.note(some, new)
-            for number, sequence in enumerate(some):
-                one = new.select(new.document == number)
-                one.document[:] = 0
-                held[sequence] = held_after(held[sequence], one)
-        for _ in range(data.draw(st.integers(0, 12))):
-            decode = plan_decode(holdings, some, masks)
-            for number, sequence in enumerate(some):
-                check_one(decode, number, held, sequence, masks)
-            holdings.note_decoded(holdings.lines(some))
-        placed = holdings.placement(some)
-        for number, sequence in enumerate(some):
-            mine = placed.select(placed.document == number)
-            for name in ("start", "end", "rank"):
-                assert getattr(mine, name).tolist() == getattr(held[sequence], name).tolist()
-            assert holdings.length(sequence) == int(mine.end.max(initial=0))
+    lengths = {each: data.draw(st.integers(1, 60)) for each in (3, 8, 5, 4)}
+    rank = st.integers(0, ranks - 1)
+    owners = {each: [data.draw(rank) for _ in range(13 // size + 61)] for each in lengths}
+    for _ in range(data.draw(st.integers(1, 12))):
+        decode = plan_decode(owners, lengths, size, ranks, masks)
+        for number, sequence in enumerate(owners):
+            held = pieces(owners[sequence], lengths[sequence], size, ranks)
+            check_one(decode, number, held, masks)
+            assert decode.owners[number] == owners[sequence][lengths[sequence] // size]
+            lengths[sequence] += 1
 
 
-def check_one(
-    decode: DecodeBatch, number: int, held: Any, sequence: int, masks: list[Mask]
-) -> None:
+def check_one(decode: DecodeBatch, number: int, before: Placement, masks: list[Mask]) -> None:
     """Holds a sequence's part of a decode step against the plan of all its pieces."""
-    before, position = held[sequence], int(decode.positions[number])
+    position = int(decode.positions[number])
     assert decode.before[number].tolist() == before.tokens_per_rank().tolist()
-    new = type(before)(
+    new = Placement(
         *(np.array([each]) for each in (0, position, position + 1, decode.owners[number])),
         before.world_size,
     )
@@ -85,22 +88,16 @@ def check_one(
         assert moved.tolist() == decode.away(mask)[number].astype(int).tolist()
         expected = stepped_bytes(stepped, SHAPE).total
         assert decode.bytes_by_sequence(mask, SHAPE)[number] == expected
-    held[sequence] = held_after(before, new)
 
 
-def decoding(stripe: int, prompt: int, decoded: int) -> tuple[Holdings, list[int]]:
-    """16 sequences with long prompts and as many decoded tokens, on four ranks."""
-    holdings, sequences = Holdings(4, stripe), list(range(16))
-    starts = np.zeros(16, dtype=np.int64)
-    holdings.note(sequences, shard_evenly(starts, starts + prompt, 4))
-    lines = holdings.lines(sequences)
-    holdings.note_decoded(lines, decoded)
-    return holdings, sequences
-
-
-def work_of_a_step(holdings: Holdings, sequences: list[int]) -> tuple[int, int]:
+def work_of_a_step(blocks: int, size: int) -> tuple[int, int]:
     """Calls of functions in a step's planning, and the most bytes that it allocates."""
     calls = 0
+    owners = {each: [block % 4 for block in range(blocks)] for each in range(16)}
+    entries = [
+        BatchEntry(each, blocks * size - 1, 1, np.array(ranks, dtype=np.int64))
+        for each, ranks in owners.items()
+    ]
 
     def count(_: Any, event: str, __: Any) -> None:
         nonlocal calls
@@ -109,8 +106,7 @@ def work_of_a_step(holdings: Holdings, sequences: list[int]) -> tuple[int, int]:
     tracemalloc.start()
     sys.setprofile(count)
     try:
-        plan_decode(holdings, sequences, [Mask(), Mask(4096)])
-        holdings.note_decoded(holdings.lines(sequences))
+        plan_iteration(entries, [Mask(), Mask(4096)], size, 4, "pass-kv")
     finally:
         sys.setprofile(None)
         peak = tracemalloc.get_traced_memory()[1]
@@ -118,13 +114,10 @@ def work_of_a_step(holdings: Holdings, sequences: list[int]) -> tuple[int, int]:
     return calls, peak
 
 
-@pytest.mark.parametrize("stripe", [1, 16, 128])
-def test_a_steps_work_does_not_grow_with_the_context(stripe: int) -> None:
-    found = []
-    for prompt, decoded in ((1000, 300), (66_000, 66_000)):
-        holdings, sequences = decoding(stripe, prompt, decoded)
-        work_of_a_step(holdings, sequences)
-        found.append(work_of_a_step(holdings, sequences))
+@pytest.mark.parametrize("size", [16, 256])
+def test_a_steps_work_does_not_grow_with_the_context(size: int) -> None:
+    work_of_a_step(8, size)
+    found = [work_of_a_step(tokens // size, size) for tokens in (16_384, 131_072)]
     assert found[0][0] == found[1][0]
     assert found[1][1] <= found[0][1] + 2000
     assert found[1][1] < 40_000

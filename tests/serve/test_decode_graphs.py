@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.serving.planned_steps import PlannedSteps
 from distca.attention import select_kernel
 from distca.inference.cuda_graphs import SIZES, Capture, DecodeGraphs, capture_for, size_for
 from distca.inference.models import ServedModel, read_model
-from distca.inference.step_planner import StepPlanner
-from distca.schedule.serving.blocks import BlockPool
 from support.fake_graphs import FakeCapture
 from support.ranks import Ranks
 from support.small_models import VOCABULARY, save_small_model
@@ -39,15 +38,15 @@ def logits_of_a_rank(
         select_kernel(on.type, model.shape.head_dim, model.softcap is not None),
         Buffers(on, max(STEP_SLOTS, len(model.masks))),
     )
-    planner = StepPlanner(BlockPool(size, 40, 256), model.masks, 2)
-    rank = ModelRunner(model, core, on, 40, 256, capture=capture)
+    planner = PlannedSteps(model.masks, size, 256 if on.type == "cuda" else 4)
+    rank = ModelRunner(model, core, on, 60, 256 if on.type == "cuda" else 4, capture=capture)
     rng, found = np.random.default_rng(1), []
     lengths = dict(zip(range(6), (30, 1, 44, 7, 3, 12), strict=True))
     prompts = {n: rng.integers(0, VOCABULARY, count).tolist() for n, count in lengths.items()}
-    rank.run(planner.plan(lengths, "pass-kv", decodes=False), prompts)
+    rank.run(planner.plan(lengths), prompts)
     for step in range(7):
         fed = {n: [int(rng.integers(VOCABULARY))] for n in range(6 if step < 5 else 3)}
-        logits = rank.run(planner.plan(dict.fromkeys(fed, 1), "pass-q", decodes=True), fed)
+        logits = rank.run(planner.plan(dict.fromkeys(fed, 1)), fed)
         found.append({n: row.cpu() for n, row in logits.items()})
     return found
 

@@ -10,23 +10,20 @@ from typing import Any
 
 import pytest
 
+from distca.inference.messages import AddRequest, ExecuteBatch, decoder, encode
 from distca.inference.sampling import Penalties, SamplingParams
 from distca.serve.engine.backlog import MOST_MISSED, Backlog
-from distca.serve.engine.engine import Engine
+from distca.serve.engine.engine import EngineProcess
 from distca.serve.engine.messages import (
     Abort,
-    AddRequest,
-    ExecuteBatch,
     FromEngine,
     Missed,
     Outputs,
     ResetCache,
     Stats,
     ToWorker,
-    decoder,
-    encode,
 )
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from support.token_engine import TokenWorkers, right_answer, token_settings
 
 STATES = ("waiting", "prefilling", "decoding", "preempted", "ended")
@@ -41,10 +38,10 @@ class Run:
         stats: the engine's numbers.
     """
 
-    def __init__(self, settings: EngineConfig, blocks: int) -> None:
+    def __init__(self, settings: ServerConfig, blocks: int) -> None:
         self.workers = TokenWorkers(settings)
         self._decoder = decoder(FromEngine)
-        self.engine = Engine(settings, self, self.workers)  # type: ignore[arg-type]
+        self.engine = EngineProcess(settings, self, self.workers)  # type: ignore[arg-type]
         self.told: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.engine.begin(blocks, 1)

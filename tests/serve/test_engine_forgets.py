@@ -13,19 +13,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from distca.inference.messages import AddRequest, Output, decoder
 from distca.inference.sampling import SamplingParams
 from distca.schedule.serving.cdsp import ImprovementRates
 from distca.schedule.serving.cdsp.handoff import Transfer
-from distca.serve.engine.engine import Engine
-from distca.serve.engine.messages import Abort, AddRequest, FromEngine, Output, Outputs, decoder
+from distca.serve.engine.engine import EngineProcess
+from distca.serve.engine.messages import Abort, FromEngine, Outputs
 from distca.serve.handoff.decode_worker import DecodeWorker
 from distca.serve.handoff.messages import First
 from distca.serve.handoff.settings import Roles
 from support.token_engine import TokenWorkers, right_answer, right_scores, token_settings
 
 BLOCKS = 5
-OF_THE_ENGINE = {"_counts", "_seconds", "_weights", "_done"}
-"""Dicts that are not by sequence."""
 
 
 class Interleaving(RuleBasedStateMachine):
@@ -38,7 +37,7 @@ class Interleaving(RuleBasedStateMachine):
         super().__init__()
         sizes = token_settings(tokens=10, sequences=4)
         self.workers, self._decoder = TokenWorkers(sizes), decoder(FromEngine)
-        self.engine = Engine(sizes, self, self.workers)  # type: ignore[arg-type]
+        self.engine = EngineProcess(sizes, self, self.workers)  # type: ignore[arg-type]
         self.alive: dict[int, AddRequest] = {}
         self.told: dict[int, list[Output]] = {}
         self.number = 0
@@ -116,9 +115,8 @@ class Interleaving(RuleBasedStateMachine):
             assert known.keys() <= self.alive.keys(), name
 
     def by_sequence(self) -> dict[str, dict[int, Any]]:
-        found = {name: each for name, each in vars(self.engine).items() if isinstance(each, dict)}
-        assert found.keys() >= OF_THE_ENGINE
-        return {name: each for name, each in found.items() if name not in OF_THE_ENGINE}
+        known = vars(self.engine._engine)
+        return {name: each for name, each in known.items() if isinstance(each, dict)}
 
     def teardown(self) -> None:
         while self.engine.start_iteration():
@@ -132,11 +130,11 @@ class Interleaving(RuleBasedStateMachine):
         assert self.engine.start_iteration()
         self.finish()
         assert {*self.workers.held} == {self.number}
-        scheduler: Any = self.engine._scheduler
+        scheduler: Any = self.engine._engine.scheduler
         assert not scheduler._aborted
         assert not scheduler._followers
         assert (scheduler.running, scheduler.waiting) == (0, 0)
-        cache: Any = self.engine._cache
+        cache: Any = self.engine._engine.cache
         assert [cache.referenced(rank) for rank in range(2)] == [0, 0]
 
 

@@ -12,31 +12,30 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.serving.planned_steps import PlannedSteps
 from distca.cost.link import Links
-from distca.inference.conversations import Answered
-from distca.inference.generation import Answer
+from distca.inference.llm import Completion, RequestOutput
 from distca.inference.machine import Machine
 from distca.inference.models import FAMILIES as SERVED
 from distca.inference.models import ServedModel, read_model
 from distca.inference.sampling import SamplingParams
 from distca.inference.sequence_parallel import split_model
 from distca.inference.verify import compare
-from distca.plan import Mask, Placement, SteppedPlan
-from distca.plan.span import Int64s
-from distca.schedule.serving import STRATEGIES, Sharding, nobody_holds, shard_evenly
+from distca.plan import Mask, SteppedPlan
+from distca.schedule.serving import STRATEGIES
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import LayerPlans, plan_layers
+from distca.schedule.serving.layer_plans import LayerPlans
 from distca.schedule.serving.partitions import Chain, search_partition
+from distca.schedule.serving.prefill_batch import PrefillBatch
 from distca.simulate.serving.prefill_chain import ChainCosts
-from support.chains import AfterAnywhere
-from support.generated import Turns, answers_of_a_rank
+from support.generated import Turns, generate_on_a_rank
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
 from support.sparse_reference import sparse_logits
 
-GREEDY = SamplingParams(max_tokens=8)
+GREEDY, BLOCK = SamplingParams(max_tokens=8), 4
 SEARCHED = tuple(
     search_partition(150, 3, ChainCosts(1e-6, 1e-7, 3, 256, (1.0, 1.0)).chain_seconds) / 150
 )
@@ -66,37 +65,32 @@ def check(
     path: str,
     world_size: int,
     strategy: Any,
-    stripe: int,
+    stripe: int = 4,
     dtype: torch.dtype = torch.float32,
     turns: Turns = TURNS,
     sampling: SamplingParams = GREEDY,
     tensor_parallel_size: int = 1,
-    sharding: Sharding | None = None,
-    restripes: bool = False,
     layout: LayoutChoice | None = None,
     nodes: int = 1,
-) -> list[Answered]:
+    **changes: Any,
+) -> list[RequestOutput]:
     """Answers turns on ranks, and holds them against one process."""
     model = read_model(path, dtype, tensor_parallel_size)
     split = None if layout is None else split_model(model, layout, nodes)
     if strategy == "auto":
         machine = Machine.described(False, None, None)
         strategy = machine.selector("simulated", model.shape, world_size)
-    count = world_size * tensor_parallel_size
-    how = strategy, stripe, sampling, turns, sharding, restripes, split
-    results = ranks.run(answers_of_a_rank, model, *how, world_size=count)
-    answers, planned, _, _ = results[0]
-    assert planned == sum(counted for _, _, counted, _ in results)
-    fed: dict[int, list[int]] = {sequence: [] for sequence in turns[0]}
-    done = []
-    for new, answered in zip(turns, answers, strict=True):
-        for sequence, answer in answered.items():
-            before = fed[sequence] + new[sequence]
-            done.append(Answered(before, answer))
-            fed[sequence] = before + answer.token_ids[:-1]
-    assert [sum(rows) for rows in results[0][3]] == [len(fed[each]) for each in turns[0]]
-    if restripes:
-        assert max(np.ptp(rows) for rows in results[0][3]) <= 4 * stripe
+    how = {"strategy": strategy, "stripe": stripe, "split": split} | changes
+    results = ranks.run(
+        generate_on_a_rank,
+        *(model, world_size, sampling, turns, how),
+        world_size=world_size * tensor_parallel_size,
+    )
+    first = results[0]
+    assert first.planned == sum(each.sent for each in results)
+    assert first.planned == sum(each.bytes_moved for turn in first.turns for each in turn.values())
+    assert first.referenced == 0
+    done = first.outputs(turns)
     found = compare(model, done, sampling.temperature == 0)
     assert found.holds, found.line
     return done
@@ -112,7 +106,7 @@ def test_every_family_has_one_processs_logits_and_tokens(
 ) -> None:
     cases = [(2, 2, "pass-q", 4)]
     if full:
-        ways = product((1, 2, 3, 4), (*STRATEGIES, "auto"), (1, 16, 128))
+        ways = product((1, 2, 3, 4), (*STRATEGIES, "auto"), (4, 16, 128))
         cases += [(2, 1, "pass-q", 4), (4, 1, "pass-q", 4), *((1, *way) for way in ways)]
     for tensor_parallel_size, *way in cases:
         if family == "gpt_oss":
@@ -156,10 +150,10 @@ def weights_of_a_rank(model: ServedModel) -> int:
     ("family", "world_size", "strategy", "stripe"),
     [
         ("gemma2", 1, "pass-kv", 16),
-        ("gemma3_text", 2, "pass-kv", 1),
+        ("gemma3_text", 2, "pass-kv", 4),
         ("gpt_oss", 3, "pass-kv", 128),
         ("gemma3_text", 4, "pass-q", 16),
-        ("gpt_oss", 2, "auto", 3),
+        ("gpt_oss", 2, "auto", 12),
         ("gemma2", 3, "all-gather", 16),
         ("gpt_oss", 3, "sp-ntp", 16),
     ],
@@ -173,7 +167,7 @@ def test_ranks_strategies_and_stripes(
 
 
 @pytest.mark.parametrize(
-    ("family", "shares", "restripes"),
+    ("family", "shares", "evens_out"),
     [
         # Searched, at random and moved, even: behind the first turn's tokens anywhere.
         ("llama", SEARCHED, False),
@@ -182,20 +176,16 @@ def test_ranks_strategies_and_stripes(
     ],
 )
 def test_chains(
-    ranks, models, full: bool, family: str, shares: tuple[float, ...], restripes: bool
+    ranks, models, full: bool, family: str, shares: tuple[float, ...], evens_out: bool
 ) -> None:
-    chain: Sharding = Chain(len(shares), shares)
-    if not restripes:
-        chain = AfterAnywhere(Chain(len(shares), shares))
     check(
         ranks,
         models[family],
         len(shares),
         "pass-kv",
-        4,
         sampling=SamplingParams(max_tokens=64) if full else GREEDY,
-        sharding=chain,
-        restripes=restripes,
+        chain=Chain(len(shares), shares),
+        evens_out=evens_out,
     )
 
 
@@ -235,8 +225,7 @@ def test_near_to_far_is_exact_where_nothing_is_dropped(
 ) -> None:
     model = read_model(models[family], torch.float32)
     strategy = near_to_far(model, world_size, 2, 0.0)
-    sharding = strategy.shard
-    check(ranks, models[family], world_size, strategy, 4, sharding=sharding)
+    check(ranks, models[family], world_size, strategy, chain=strategy.levels)
 
 
 @pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(2, 2), (4, 1)])
@@ -248,22 +237,24 @@ def test_sparse_answers_are_those_of_the_pairs_that_are_kept(
     path = str(save_small_model("llama", tmp_path, num_hidden_layers=4))
     model = read_model(path, torch.float32, tensor_parallel_size)
     strategy = near_to_far(model, world_size, 2, 0.7)
-    sharding = strategy.shard
-    how = strategy, 4, SamplingParams(max_tokens=3), TURNS, sharding
+    how = {"strategy": strategy, "chain": strategy.levels}
+    sampling = SamplingParams(max_tokens=3)
     count = world_size * tensor_parallel_size
-    results = ranks.run(answers_of_a_rank, model, *how, world_size=count)
-    answers, planned, _, _ = results[0]
-    assert planned == sum(counted for _, _, counted, _ in results)
-    starts, ends = np.zeros(3, dtype=np.int64), np.array([150, 1, 2])
-    new, nothing = sharding(starts, ends), nobody_holds(world_size)
-    plans = plan_layers(lambda _: nothing, new, model.masks, strategy)
+    case = model, world_size, sampling, TURNS, how
+    results = ranks.run(generate_on_a_rank, *case, world_size=count)
+    answers = results[0].turns
+    assert results[0].planned == sum(each.sent for each in results)
+    steps = PlannedSteps(model.masks, world_size, BLOCK)
+    (first, *_) = steps.plan({0: 150, 1: 1, 2: 2}, strategy, strategy.levels).parts
+    assert isinstance(first, PrefillBatch)
+    plans = first.plans
     of_first = {layer: only_first(plan) for layer, plan in plans.sparse.items()}
     assert [*of_first] == [1, 2]
     plans = LayerPlans({Mask(): only_first(plans.by_mask[Mask()])}, of_first)
     answer = answers[0][0]
-    case = TURNS[0][0], world_size, answer.token_ids[:-1]
-    expected = sparse_logits(model, plans, *case)
-    dense = sparse_logits(model, LayerPlans(plans.by_mask), *case)
+    whole = TURNS[0][0], world_size, answer.token_ids[:-1]
+    expected = sparse_logits(model, plans, *whole)
+    dense = sparse_logits(model, LayerPlans(plans.by_mask), *whole)
     found = torch.stack(answer.logits).double()
     assert (found - expected).abs().max() < 1e-5
     assert ((found - dense).abs().amax(1) > 1e-3).all()
@@ -307,24 +298,23 @@ def test_layouts_of_split_weights(
     check(ranks, path, 1, "pass-kv", 4, sampling=sampling, **shared)
 
 
-def prompts_on_one_of_three(starts: Int64s, ends: Int64s) -> Placement:
-    """A sharding that gives all of a prompt to one rank, and later turns to all."""
-    if starts.any():
-        return shard_evenly(starts, ends, 3)
-    numbers = np.arange(len(starts))
-    return Placement(numbers, starts, ends, np.ones_like(numbers), 3)
-
-
 def test_ranks_without_keys_and_a_rank_with_all(ranks, tmp_path: Path) -> None:
-    """One head of keys; prompts and turns of one token, and keys that no decoding spreads."""
+    """One head of keys; prompts and turns of one token, and prompts that one rank has whole."""
     path = str(save_small_model("llama", tmp_path, num_key_value_heads=1))
     short: Turns = [{0: tokens(1, 0)}, {0: tokens(1, 1)}]
     check(ranks, path, 4, "pass-q", 16, turns=short)
     longer: Turns = [{0: tokens(70, 2)}, {0: tokens(30, 3)}, {0: tokens(1, 4)}]
-    once, on_one = SamplingParams(max_tokens=1), prompts_on_one_of_three
+    once, on_one = SamplingParams(max_tokens=1), Chain(3, (1.0, 0.0, 0.0))
     for strategy in STRATEGIES:
-        check(ranks, path, 3, strategy, 1, turns=longer, sampling=once, sharding=on_one)
-    check(ranks, path, 3, "pass-q", 1, turns=longer, sharding=on_one)
+        check(ranks, path, 3, strategy, turns=longer, sampling=once, chain=on_one)
+    check(ranks, path, 3, "pass-q", turns=longer, threshold=1000)
+
+
+def test_long_prompts_are_fed_in_chunks_beside_answers(ranks, models) -> None:
+    """Ten prompts of which four run, in iterations of 40 tokens, with few blocks to spare."""
+    turns: Turns = [{n: tokens(20 + 13 * n, n) for n in range(10)}]
+    few = {"max_num_seqs": 4, "max_num_batched_tokens": 40}
+    check(ranks, models["qwen3"], 2, "pass-kv", turns=turns, **few)
 
 
 def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models, full: bool) -> None:
@@ -345,13 +335,13 @@ def test_seeds_repeat_whatever_the_ranks_are(ranks, models) -> None:
     sampling = SamplingParams(max_tokens=10, temperature=1.0, seed=5)
     answers = [
         [
-            each.answer.token_ids
-            for each in check(ranks, models["llama"], size, "pass-kv", 2, sampling=sampling)
+            each.outputs[0].token_ids
+            for each in check(ranks, models["llama"], size, "pass-kv", sampling=sampling)
         ]
         for size in (1, 3)
     ]
-    greedy = check(ranks, models["llama"], 2, "pass-kv", 2, sampling=SamplingParams(max_tokens=10))
-    assert answers[0] == answers[1] != [each.answer.token_ids for each in greedy]
+    greedy = check(ranks, models["llama"], 2, "pass-kv", sampling=SamplingParams(max_tokens=10))
+    assert answers[0] == answers[1] != [each.outputs[0].token_ids for each in greedy]
 
 
 def test_every_token_is_drawn_anew() -> None:
@@ -374,7 +364,9 @@ def test_a_wrong_answer_is_found(models) -> None:
         (best[1], logits, False),
         (best[0], logits + 1e-3, False),
     ):
-        found = compare(model, [Answered(prompt, Answer([token], logits=[row]))], greedy=True)
+        found = compare(
+            model, [RequestOutput(prompt, [Completion([token], logits=[row])])], greedy=True
+        )
         assert found.holds == holds, found.line
 
 
@@ -391,8 +383,8 @@ def test_bfloat16_further_than_one_processs_is_found(models) -> None:
     for first in (1, 36):
         for times, holds in ((1.0, True), (1.3 if first == 1 else 2.5, False)):
             off = [*(exact + times * (theirs - exact))[first - 1 :]]
-            answer = Answer(ids[first:], logits=off)
-            found = compare(model, [Answered(ids[:first], answer)], greedy=False)
+            answer = Completion(ids[first:], logits=off)
+            found = compare(model, [RequestOutput(ids[:first], [answer])], greedy=False)
             assert found.holds == holds, found.line
 
 

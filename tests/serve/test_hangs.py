@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from distca.inference.messages import ModelOutput, encode
 from distca.serve.engine import workers as of_engine
-from distca.serve.engine.messages import Beat, FromWorker, ModelOutput, encode
+from distca.serve.engine.messages import Beat, FromWorker
 from distca.serve.engine.workers import BEAT_TIMEOUT, WorkerError, Workers
 from support.token_engine import token_settings
 

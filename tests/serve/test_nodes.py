@@ -20,11 +20,11 @@ import pytest
 import torch
 import zmq
 
+from distca.inference.messages import decoder, encode
 from distca.inference.models import load_tokenizer, read_model
 from distca.inference.sampling import Penalties, SamplingParams
 from distca.serve.engine.kept_keys import KeptKeys
 from distca.serve.engine.link import Link, link_of
-from distca.serve.engine.messages import decoder, encode
 from distca.serve.engine.node import Node
 from distca.serve.engine.node_messages import (
     AreYouThere,
@@ -36,7 +36,7 @@ from distca.serve.engine.node_messages import (
     ToHead,
 )
 from distca.serve.engine.nodes import NodeError, OtherNodes, Unreachable, facts
-from distca.serve.engine.settings import EngineConfig, Nodes
+from distca.serve.engine.settings import Nodes, ServerConfig
 from support.byte_tokenizer import save_chat_model
 from support.engines import one_process, settings_of
 from support.pretraining import ROOT
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(folder: Path) -> EngineConfig:
+def settings(folder: Path) -> ServerConfig:
     return settings_of(str(folder), 2, 16, nodes=Nodes(2, 0, HEAD, free_port(), KEY))
 
 
@@ -138,7 +138,7 @@ class Head:
         answers: messages to the machine once it has joined.
     """
 
-    def __init__(self, settings: EngineConfig, *answers: Any) -> None:
+    def __init__(self, settings: ServerConfig, *answers: Any) -> None:
         self.joined: Any = None
         self._link, self._answers = link_of(settings.nodes, Path()), answers
         self.ends, self.ready = threading.Event(), threading.Event()
@@ -181,7 +181,7 @@ def _signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_a_machine_ends_with_its_head(settings: EngineConfig) -> None:
+def test_a_machine_ends_with_its_head(settings: ServerConfig) -> None:
     node = replace(settings, nodes=replace(settings.nodes, rank=1))
     with Head(settings, AreYouThere(), HeadEnds("a rank failed")) as head:
         assert Node(node).run() == "a rank failed"
@@ -210,7 +210,7 @@ def test_a_machine_ends_with_its_head(settings: EngineConfig) -> None:
     assert head.joined is None
 
 
-def test_machines_must_be_alike(settings: EngineConfig) -> None:
+def test_machines_must_be_alike(settings: ServerConfig) -> None:
     said: list[tuple[bytes, Any]] = []
 
     def send(name: bytes, message: Any) -> None:
@@ -242,7 +242,7 @@ def test_machines_must_be_alike(settings: EngineConfig) -> None:
         nodes.take(b"c", NodeEnds(2, "was asked to end"))
 
 
-def test_a_lost_machine_is_noticed(settings: EngineConfig) -> None:
+def test_a_lost_machine_is_noticed(settings: ServerConfig) -> None:
     def send(name: bytes, message: Any) -> None:
         if not isinstance(message, Joined):
             raise Unreachable

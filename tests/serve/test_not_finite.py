@@ -11,8 +11,7 @@ import httpx
 import pytest
 import torch
 
-from distca.inference.conversations import Answered as AnsweredPrompt
-from distca.inference.generation import Answer
+from distca.inference.llm import Completion, RequestOutput
 from distca.inference.models import read_model
 from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs, UnusableLogitsError
 from distca.inference.verify import compare
@@ -127,8 +126,8 @@ def test_a_check_does_not_hold_against_nan(tmp_path: Path) -> None:
     spoil(folder, "model.layers.2.mlp.down_proj.weight", 3e38)
     for dtype in (torch.float32, torch.bfloat16):
         model = read_model(str(folder), dtype)
-        answer = Answer([1], logits=[torch.zeros(model.vocab_size)])
-        found = compare(model, [AnsweredPrompt([1, 2, 3], answer)], greedy=True)
+        answer = Completion([1], logits=[torch.zeros(model.vocab_size)])
+        found = compare(model, [RequestOutput([1, 2, 3], [answer])], greedy=True)
         assert not found.holds
         assert found.line.endswith("NOT EQUAL")
 

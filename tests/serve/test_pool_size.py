@@ -1,18 +1,28 @@
-"""How many blocks prompts need is what they take, and batches have room in turn."""
+"""The bytes that prompts need are those that an engine takes, and no prompt without room starts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from distca.inference.engine import Engine
+from distca.inference.llm import configure
+from distca.inference.messages import AddRequest, ModelOutput, SampledToken
 from distca.inference.models import ServedModel, read_model
-from distca.inference.pool_size import NoRoom, PoolSize, Sharing, batches_that_fit, size_for
-from distca.schedule.serving.blocks import NoFreeBlocks
+from distca.inference.pool_size import (
+    blocks_in,
+    bytes_needed,
+    bytes_of_block,
+    check_room,
+    ranks_needed,
+)
+from distca.inference.sampling import SamplingParams
 from distca.schedule.serving.partitions import Chain
 from support.small_models import save_small_model
+
+SIZE = 4
 
 
 @pytest.fixture(scope="module")
@@ -22,62 +32,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 @pytest.mark.parametrize(
-    "sharing",
-    [
-        Sharing(1, 2),
-        Sharing(3, 1),
-        Sharing(4, 4),
-        # At the end all ranks hold as much, and one more than that before.
-        Sharing(3, 2, Chain(3, (0.5, 0.3, 0.2)), restripes=True),
-    ],
+    ("ranks", "chain"), [(1, None), (3, None), (4, None), (3, Chain(3, (0.5, 0.3, 0.2)))]
 )
-def test_needed_blocks_are_those_that_are_taken(model, sharing: Sharing) -> None:
-    """Of the busiest rank: one block less is too few, and a later turn is counted, too."""
-    ranks = sharing.world_size
+def test_all_prompts_run_together_in_what_they_need(model, ranks: int, chain: Chain | None) -> None:
+    """No sequence gives up its blocks, a chain's are where it wants them, and few are left over."""
     lengths, most = [50, 1, 17], 20
-    size = size_for(model, lengths, most, sharing, 4)
-
-    def answer(planner) -> None:
-        planner.restripe(planner.plan(dict(enumerate(lengths)), "pass-kv", decodes=False))
-        for _ in range(most - 1):
-            planner.plan(dict.fromkeys(range(3), 1), "pass-q", decodes=True)
-
-    planner = size.planner(model, sharing)
-    pool = planner.accounts.pool
-    answer(planner)
-    assert min(pool.free(rank) for rank in range(ranks)) == 0
-    held = sum(pool.referenced(rank) for rank in range(ranks))
-    for sequence in range(3):
-        rows = np.array(planner.rows_per_rank(sequence))
-        assert rows.sum() == lengths[sequence] + most - 1
-        counts = [len(each) for each in planner.accounts.blocks(sequence)]
-        assert counts == (-(-rows // 4)).tolist()
-        held -= sum(counts)
-    assert held == 0
-    with pytest.raises(NoFreeBlocks, match="are needed"):
-        answer(PoolSize(size.blocks - 1, 4).planner(model, sharing))
-    # A turn behind what is held.
-    larger = PoolSize(100, 4).planner(model, sharing)
-    answer(larger)
-    before = [larger.accounts.pool.free(rank) for rank in range(ranks)]
-    needed = larger.blocks_needed({1: 9}, 5)
-    larger.restripe(larger.plan({1: 9}, "pass-kv", decodes=False))
-    for _ in range(4):
-        larger.plan({1: 1}, "pass-q", decodes=True)
-    after = [larger.accounts.pool.free(rank) for rank in range(ranks)]
-    taken = [a - b for a, b in zip(before, after, strict=True)]
-    if sharing.restripes:
-        assert (needed >= taken).all()
-    else:
-        assert needed.tolist() == taken
-    for sequence in range(3):
-        larger.drop(sequence)
-    assert [larger.accounts.pool.free(rank) for rank in range(ranks)] == [100] * ranks
+    nbytes = bytes_needed(model, lengths, most, ranks, SIZE, chain)
+    config = configure(
+        model, ranks, chain=chain, block_size=SIZE, cache_bytes=nbytes, prefix_caching=False
+    )
+    engine = Engine(config, blocks_in(nbytes, model, SIZE))
+    for number, length in enumerate(lengths):
+        engine.add(AddRequest(number, 0, [1] * length, SamplingParams(max_tokens=most)))
+    least = ranks * blocks_in(nbytes, model, SIZE)
+    while (begun := engine.schedule()) is not None:
+        for feed in begun.batch.feed if chain is not None else ():
+            if not feed.start:
+                blocks = -(-feed.count // SIZE)
+                assert feed.ranks == chain.owners(blocks, 0, feed.count)
+        least = min(least, sum(engine.cache.free(rank) for rank in range(ranks)))
+        chosen = [SampledToken(feed.number, 7, None) for feed in begun.batch.feed]
+        engine.finish({0: ModelOutput(0, begun.batch.number, chosen, 0, 0, 0.0, 0.0)})
+    assert engine.scheduler.preemptions == 0
+    # Of prompt and answer a rank may lack a block each, and a chain's last rank more.
+    assert least <= 2 * len(lengths) * (ranks - 1) + (0 if chain is None else 2 * 6)
 
 
-def test_prompts_are_cut_into_batches_that_fit(model) -> None:
-    size = PoolSize(10, 4)
-    found = batches_that_fit(size, model, [30, 5, 20, 11, 38], 2, Sharing(1, 2))
-    assert found == [[0, 1], [2, 3], [4]]
-    with pytest.raises(NoRoom, match="need 36,864 bytes of keys"):
-        batches_that_fit(size, model, [4, 45], 2, Sharing(1, 2))
+def test_a_prompt_without_room_is_refused(model) -> None:
+    one = bytes_of_block(model, SIZE)
+    assert ranks_needed(model, 33, 4, SIZE, 3 * one) == 3
+    check_room(model, 33, 4, 3, SIZE, 3 * one)
+    with pytest.raises(ValueError, match=r"33 tokens, with an answer of up to 5, need [\d,]+ byt"):
+        check_room(model, 33, 5, 3, SIZE, 3 * one)
+    with pytest.raises(ValueError, match="less than a block of 4 tokens"):
+        check_room(model, 33, 5, 3, SIZE, one - 1)

@@ -12,7 +12,7 @@ import torch
 from distca.inference.models import read_model
 from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.cdsp import Coefficients, ImprovementRates, PrefillModel
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from distca.serve.handoff.engine import RolesEngine
 from distca.serve.handoff.settings import Roles
 from support.engines import BLOCK, one_process, settings_of
@@ -41,7 +41,7 @@ def settings_apart(
     tensor: int = 1,
     prefix_caching: bool = False,
     **roles: Any,
-) -> EngineConfig:
+) -> ServerConfig:
     given = {"strategy": "cdsp", "times": TIMES, "rates": ImprovementRates({0.0: 0.0})} | roles
     return settings_of(
         path,
@@ -63,7 +63,7 @@ def prompts(*lengths: int) -> list[tuple]:
     return submits
 
 
-def run(ranks: Ranks, folder: Path, settings: EngineConfig, played: Played, changes=None) -> Seen:
+def run(ranks: Ranks, folder: Path, settings: ServerConfig, played: Played, changes=None) -> Seen:
     found = ranks.run(
         serve_on_a_rank,
         settings,

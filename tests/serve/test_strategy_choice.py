@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from benchmarks.serving.planned_steps import PlannedSteps
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.inference.machine import CPUS, Machine
-from distca.inference.step_planner import StepPlanner
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.schedule.serving import (
     SELECTORS,
@@ -20,7 +20,6 @@ from distca.schedule.serving import (
     SelectorName,
     Strategy,
 )
-from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.prefill_batch import PrefillBatch
 from distca.simulate.serving import SimulatedSelector
 
@@ -42,10 +41,10 @@ def test_turns_choose_what_travels(name: SelectorName) -> None:
     """A prompt passes keys, and a short turn over it queries, as fast kernels hide nothing."""
     machine = Machine.described(False, 0.01, profile_of(1e12))
     selector = machine.selector(name, SHAPE, 2)
-    planner = StepPlanner(BlockPool(2, 100, 128), [Mask(), Mask(100)], 16)
+    planner = PlannedSteps([Mask(), Mask(100)], 2, 16)
     chosen = []
     for count in (4000, 40, 4000):
-        (prefill,) = planner.plan({0: count}, selector, False).parts
+        (prefill,) = planner.plan({0: count}, selector).parts
         assert isinstance(prefill, PrefillBatch)
         chosen.append(prefill.plans.by_mask[Mask()].plan.scheduler)
         assert {plan.plan.scheduler for plan in prefill.plans.by_mask.values()} == {chosen[-1]}
@@ -57,10 +56,10 @@ def test_a_server_simulates_the_steps_that_take_long() -> None:
     machine = Machine.described(False, 0.01, profile_of(1e8))
     selector = machine.selector("simulated", SHAPE, 2, hurried=4)
     for cached, tokens, expected in ((200, 64, "pass-q"), (4000, 4000, "pass-kv")):
-        planner = StepPlanner(BlockPool(2, 4000, 128), [Mask()], 16)
-        planner.plan({0: cached}, "pass-kv", False)
+        planner = PlannedSteps([Mask()], 2, 16)
+        planner.plan({0: cached})
         made: list[str] = []
-        (part,) = planner.plan({0: tokens}, Noted(selector, made), False).parts
+        (part,) = planner.plan({0: tokens}, Noted(selector, made)).parts
         assert isinstance(part, PrefillBatch)
         assert part.plans.by_mask[Mask()].plan.scheduler == expected
         assert made == ([] if tokens == 64 else list(STRATEGIES))

@@ -16,7 +16,7 @@ from distca.inference.models import ServedModel, read_model
 from distca.inference.sequence_parallel import split_model
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.scheduler import SchedulerConfig
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from support.small_models import VOCABULARY
 
 BLOCK = 4
@@ -63,7 +63,8 @@ class Here:
 
     def send(self, message: Any) -> None:
         """What the engine says to the API process, encoded, or to the workers."""
-        from distca.serve.engine.messages import FromEngine, ToWorker, decoder, encode
+        from distca.inference.messages import decoder, encode
+        from distca.serve.engine.messages import FromEngine, ToWorker
 
         if isinstance(message, bytes):
             self.said.append(decoder(FromEngine).decode(message))
@@ -74,7 +75,8 @@ class Here:
         """See `Workers`."""
         import torch.distributed as dist
 
-        from distca.serve.engine.messages import ToWorker, decoder
+        from distca.inference.messages import decoder
+        from distca.serve.engine.messages import ToWorker
 
         self.moved += len(iteration.moves)
         done = None
@@ -93,17 +95,18 @@ class Here:
 
 
 def run_on_a_rank(
-    settings: EngineConfig, blocks: int, submits: list[Any], aborts: int, seed: int
+    settings: ServerConfig, blocks: int, submits: list[Any], aborts: int, seed: int
 ) -> Answered:
     """Answers sequences, some aborted wherever they are then."""
     import torch.distributed as dist
 
-    from distca.serve.engine.engine import Engine
-    from distca.serve.engine.messages import Abort, AddRequest, Outputs, Refused, ResetCache
-    from distca.serve.engine.worker import Worker
+    from distca.inference.messages import AddRequest
+    from distca.serve.engine.engine import EngineProcess
+    from distca.serve.engine.messages import Abort, Outputs, Refused, ResetCache
+    from distca.serve.engine.worker import WorkerProcess
 
-    here = Here(Worker(settings, torch.device("cpu")))
-    engine = Engine(settings, here, here)  # type: ignore[arg-type]
+    here = Here(WorkerProcess(settings, torch.device("cpu")))
+    engine = EngineProcess(settings, here, here)  # type: ignore[arg-type]
     engine.begin(blocks, 1)
     chance = random.Random(seed)
     waiting = [AddRequest(*each) for each in submits]
@@ -153,13 +156,13 @@ def run_on_a_rank(
 
 
 @contextmanager
-def _planned(settings: EngineConfig) -> Iterator[list[int]]:
+def _planned(settings: ServerConfig) -> Iterator[list[int]]:
     """Adds up the bytes of the iterations' plans in which no rank before this one has a part."""
     import torch.distributed as dist
 
     from distca.cost.step_bytes import stepped_bytes
+    from distca.inference import worker
     from distca.plan import Mask
-    from distca.serve.engine import worker
 
     model, total, plan_iteration = _model_of(settings), [0], worker.plan_iteration
 
@@ -184,11 +187,11 @@ def _planned(settings: EngineConfig) -> Iterator[list[int]]:
         yield total
 
 
-def _model_of(settings: EngineConfig) -> ServedModel:
+def _model_of(settings: ServerConfig) -> ServedModel:
     return read_model(settings.model, torch.float32, settings.tensor_parallel_size)
 
 
-def _moved_row_bytes(settings: EngineConfig) -> int:
+def _moved_row_bytes(settings: ServerConfig) -> int:
     """Bytes of a row's keys and values in all layers, on all processes of a rank."""
     model = _model_of(settings)
     return len(model.windows) * model.shape.kv_row_bytes * settings.tensor_parallel_size
@@ -204,13 +207,13 @@ def tokens(count: int, seed: int) -> list[int]:
 
 def settings_of(
     path: str, world_size: int, chunk: int, layout: LayoutChoice | None = None, **changes: Any
-) -> EngineConfig:
+) -> ServerConfig:
     model = read_model(path, torch.float32)
     if layout is not None:
         sliced = read_model(path, torch.float32, changes["tensor_parallel_size"])
         changes["split"] = split_model(sliced, layout)
     limits = SchedulerConfig(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
-    settings = EngineConfig(
+    settings = ServerConfig(
         path,
         "float32",
         model.windows,

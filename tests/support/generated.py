@@ -1,59 +1,69 @@
-"""`Generator` in the ranks of a test, which answers turns of conversations."""
+"""`LLM` in the ranks of a test, which answers turns of conversations."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from distca.inference.generation import Answer
+from distca.inference.llm import LLM, Completion, RequestOutput, configure
+from distca.inference.messages import AddRequest
 from distca.inference.models import ServedModel
 from distca.inference.sampling import SamplingParams
-from distca.schedule.serving import Sharding
-from distca.schedule.serving.csps.layouts import SplitModel
 
 Turns = list[dict[int, list[int]]]
 
 
-def answers_of_a_rank(
-    model: ServedModel,
-    strategy: Any,
-    stripe: int,
-    sampling: SamplingParams,
-    turns: Turns,
-    sharding: Sharding | None = None,
-    restripes: bool = False,
-    split: SplitModel | None = None,
-) -> tuple[list[dict[int, Answer]], int, int, list[list[int]]]:
-    """All turns' answers, bytes by the plans and as counted, and the rows that ranks hold."""
-    import torch.distributed as dist
+@dataclass
+class Generated:
+    """What a rank has of the answers to turns.
 
-    from distca.attention import select_kernel
-    from distca.cost.step_memory import STEP_SLOTS
-    from distca.inference.generation import Generator
-    from distca.inference.model_runner import ModelRunner
-    from distca.inference.pool_size import PoolSize, Sharing
-    from distca.inference.sequence_parallel import share_rows
-    from distca.inference.tensor_parallel import join_ranks
-    from distca.runtime import Buffers, CoreAttention
-    from distca.transport import CollectiveTransport
+    Attributes:
+        turns: answers of each turn, by conversation.
+        planned: bytes by the plans, all ranks together.
+        sent: bytes that this rank sent, as counted.
+        referenced: blocks that are still referenced at the end, all ranks together.
+    """
 
-    device = torch.device("cpu")
-    group, tensor_ranks = join_ranks(model.tensor_parallel_size, timedelta(minutes=2))
-    transport = CollectiveTransport(group, device)
-    if split is not None:
-        tensor_ranks = share_rows(tensor_ranks, split, device, timedelta(minutes=2))
-    core = CoreAttention(
-        transport, select_kernel("cpu"), Buffers(device, max(STEP_SLOTS, len(model.masks)))
-    )
-    size = dist.get_world_size() // model.tensor_parallel_size
-    # Small blocks, so that there are many.
-    pool = PoolSize(400, 128 if stripe > 8 else 2 * stripe)
-    planner = pool.planner(model, Sharing(size, stripe, sharding, restripes, split))
-    rank = ModelRunner(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
-    generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
-    answers = [generator.answer(new) for new in turns]
-    held = [planner.rows_per_rank(sequence) for sequence in turns[0]]
-    sent = sum(transport.bytes_sent.values()) + tensor_ranks.bytes_sent
-    return answers, generator.bytes_planned, sent, held
+    turns: list[dict[int, Completion]] = field(default_factory=list)
+    planned: int = 0
+    sent: int = 0
+    referenced: int = 0
+
+    def outputs(self, turns: Turns) -> list[RequestOutput]:
+        """The turns with all tokens before each."""
+        prompts = prompts_of(turns, self.turns)
+        return [
+            RequestOutput(prompt, [answers[number]])
+            for one, answers in zip(prompts, self.turns, strict=True)
+            for number, prompt in one.items()
+        ]
+
+
+def prompts_of(turns: Turns, answered: list[dict[int, Completion]]) -> Turns:
+    """The tokens before each answer."""
+    before: dict[int, list[int]] = {}
+    found = []
+    for new, answers in zip(turns, answered, strict=False):
+        found.append({number: before.get(number, []) + ids for number, ids in new.items()})
+        before |= {n: ids + answers[n].token_ids for n, ids in found[-1].items()}
+    return found
+
+
+def generate_on_a_rank(
+    model: ServedModel, ranks: int, sampling: SamplingParams, turns: Turns, changes: dict[str, Any]
+) -> Generated:
+    """Answers all turns; those of one turn together."""
+    # Small blocks, so that there are many; prompts are fed whole.
+    settings = {"block_size": 4, "max_num_batched_tokens": 4096, "keeps_logits": True}
+    llm = LLM(configure(model, ranks, cache_bytes=1 << 24, **(settings | changes)))
+    found = Generated()
+    before: dict[int, list[int]] = {}
+    for new in turns:
+        prompts = {number: before.get(number, []) + ids for number, ids in new.items()}
+        requests = [AddRequest(n, n, ids, sampling) for n, ids in prompts.items()]
+        answers = llm.answer(requests)
+        before |= {number: ids + answers[number].token_ids for number, ids in prompts.items()}
+        found.turns.append(answers)
+    found.planned, found.sent = llm.bytes_planned, llm.bytes_sent
+    found.referenced = sum(llm.engine.cache.referenced(rank) for rank in range(ranks))
+    return found

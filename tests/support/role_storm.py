@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
+from distca.inference.messages import AddRequest
 from distca.serve.api import engine_client
 from distca.serve.api.engine_client import EngineClient, EngineError
-from distca.serve.engine.messages import AddRequest
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from support.served import are_gone
 
 LATE_KINDS = {"HandoffEvent", "Expect", "First"}
@@ -27,7 +27,7 @@ LATE, LATE_SECONDS = 0.01, 3.0
 """Part of the messages of the hand-off that come late, and by how much at most."""
 
 
-def start_late_engine(settings: EngineConfig, folder: str, parent: int) -> None:
+def start_late_engine(settings: ServerConfig, folder: str, parent: int) -> None:
     """Runs an engine some of whose messages come late: the main function of its process."""
     from distca.serve.engine import engine
     from distca.serve.engine.workers import Workers
@@ -99,7 +99,7 @@ class Storm:
         seed: seed of everything that is random.
     """
 
-    def __init__(self, settings: EngineConfig, seed: int) -> None:
+    def __init__(self, settings: ServerConfig, seed: int) -> None:
         self._settings, self._chance = settings, random.Random(seed)
         self._client = EngineClient(settings)
 

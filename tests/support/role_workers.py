@@ -58,7 +58,7 @@ class Hub:
     def __init__(self, folder: Path) -> None:
         import zmq
 
-        from distca.serve.engine.messages import decoder
+        from distca.inference.messages import decoder
         from distca.serve.handoff.messages import FromRoles
 
         self.socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
@@ -110,7 +110,8 @@ class Api:
     """Stands for the socket to the API process."""
 
     def __init__(self, played: Played, seen: Seen) -> None:
-        from distca.serve.engine.messages import FromEngine, decoder
+        from distca.inference.messages import decoder
+        from distca.serve.engine.messages import FromEngine
 
         self._played, self._seen, self._decoder = played, seen, decoder(FromEngine)
         self._script: deque[Any] = deque()
@@ -118,7 +119,7 @@ class Api:
         self._idle = False
 
     def begin(self) -> None:
-        from distca.serve.engine.messages import AddRequest
+        from distca.inference.messages import AddRequest
 
         self._script.extend(AddRequest(*each) for each in self._played.submits)
 
@@ -128,7 +129,8 @@ class Api:
         return bool(self._script) or (not self._open and self._idle)
 
     def recv(self) -> bytes:
-        from distca.serve.engine.messages import Close, encode
+        from distca.inference.messages import encode
+        from distca.serve.engine.messages import Close
 
         return encode(self._script.popleft() if self._script else Close())
 
@@ -163,7 +165,7 @@ def serve_on_a_rank(settings: Any, folder: str, played: Played, changes: Any = N
     import torch.distributed as dist
     import zmq
 
-    from distca.serve.engine.messages import encode
+    from distca.inference.messages import encode
     from distca.serve.handoff.roles import make_worker
 
     rank = dist.get_rank()

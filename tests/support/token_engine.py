@@ -19,6 +19,16 @@ import numpy as np
 import torch
 import uvicorn
 
+from distca.inference.messages import (
+    AddRequest,
+    ExecuteBatch,
+    ModelOutput,
+    NewRequest,
+    SampledToken,
+    Scores,
+    decoder,
+    encode,
+)
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.scheduler import SchedulerConfig
 from distca.serve.api.app import Bounds, make_app
@@ -26,22 +36,9 @@ from distca.serve.api.engine_client import EngineClient
 from distca.serve.api.metrics import Metrics
 from distca.serve.api.model import ApiModel
 from distca.serve.api.server import Address
-from distca.serve.engine.engine import Engine
-from distca.serve.engine.messages import (
-    AddRequest,
-    Dead,
-    ExecuteBatch,
-    FromEngine,
-    ModelOutput,
-    NewRequest,
-    SampledToken,
-    Scores,
-    ToEngine,
-    ToWorker,
-    decoder,
-    encode,
-)
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.engine import EngineProcess
+from distca.serve.engine.messages import Dead, FromEngine, ToEngine, ToWorker
+from distca.serve.engine.settings import ServerConfig
 from support.byte_tokenizer import CHAT, chat_tokenizer
 from support.small_models import VOCABULARY
 
@@ -53,11 +50,11 @@ def token_settings(
     world_size: int = 2,
     caching: bool = True,
     positions: int = 96,
-) -> EngineConfig:
+) -> ServerConfig:
     """Settings of an engine without a model; sequences of 12 tokens are long."""
     limits = SchedulerConfig(sequences, tokens, block_size, short=12)
     sizes = positions, world_size, 1, "pass-kv", limits, block_size, 1 << 20, 0.9, caching, 60.0
-    return EngineConfig("no model", "float32", (None,), b"salt", *sizes)  # type: ignore[arg-type]
+    return ServerConfig("no model", "float32", (None,), b"salt", *sizes)  # type: ignore[arg-type]
 
 
 def choose(of: AddRequest | NewRequest, prompt: int, tokens: Sequence[int]) -> SampledToken:
@@ -115,7 +112,7 @@ class TokenWorkers:
         under_way: whether a step has begun and not ended.
     """
 
-    def __init__(self, settings: EngineConfig) -> None:
+    def __init__(self, settings: ServerConfig) -> None:
         self._size = settings.block_size
         self._decoder = decoder(ToWorker)
         self._rows: dict[tuple[int, int], list[int]] = {}
@@ -216,7 +213,7 @@ class EngineHere(EngineClient):
     """
 
     def __init__(
-        self, settings: EngineConfig, metrics: Metrics, blocks: int, seconds: float
+        self, settings: ServerConfig, metrics: Metrics, blocks: int, seconds: float
     ) -> None:
         super().__init__(settings, on_stats=lambda stats: setattr(metrics, "stats", stats))
         self._blocks, self._seconds = blocks, seconds
@@ -225,7 +222,7 @@ class EngineHere(EngineClient):
         self._decoder = decoder(FromEngine)
         wire = self._socket = _Wire()  # type: ignore[assignment]
         workers = TokenWorkers(self.settings)
-        engine = Engine(self.settings, _EngineSide(wire), workers)  # type: ignore[arg-type]
+        engine = EngineProcess(self.settings, _EngineSide(wire), workers)  # type: ignore[arg-type]
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read(started))
         self._engine = asyncio.create_task(self._serve(engine, workers, wire))
@@ -235,7 +232,7 @@ class EngineHere(EngineClient):
         for task in (self._engine, self._reader):
             task.cancel()
 
-    async def _serve(self, engine: Engine, workers: TokenWorkers, wire: _Wire) -> None:
+    async def _serve(self, engine: EngineProcess, workers: TokenWorkers, wire: _Wire) -> None:
         read = decoder(ToEngine)
         try:
             engine.begin(self._blocks, 1)

@@ -134,11 +134,6 @@ class BlockTables:
         if self._device.type != "cpu":
             self.table[line, begin:end] = torch.from_numpy(self._host[line, begin:end])
 
-    def truncate(self, sequence: int, count: int) -> None:
-        """Takes all blocks of a sequence but the first `count`."""
-        (line,) = self.lines([sequence])
-        self._used[line] = min(int(self._used[line]), count)
-
     def drop(self, sequence: int) -> None:
         """Frees the line of a sequence, if it has one."""
         line = self._line.pop(sequence, None)

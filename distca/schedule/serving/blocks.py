@@ -1,17 +1,28 @@
 """Blocks of the ranks' pools of keys and values: which are free, and how often each is referenced.
 
-A block is `block_size` rows of one rank's pool. Whoever plans steps owns this accounting (an
-engine, or every rank alike), and tells ranks which blocks they write to; they keep the rows. A
-block is given back when nothing references it any more, so that sequences can share full blocks.
+A block is `block_size` rows of one rank's pool. The engine owns this accounting, and tells ranks
+which blocks they write to; they keep the rows. A block is given back when nothing references it any
+more, so that sequences can share full blocks.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from distca.cost.volume import AttentionShape
 
 Blocks = tuple[tuple[int, ...], ...]
 """Numbers of blocks, by rank."""
+
+NewBlocks = Mapping[tuple[int, int], Sequence[int]]
+"""Blocks that a step adds behind those that a sequence has on a rank, by (sequence, rank)."""
+
+
+def block_bytes(shape: AttentionShape, layers: int, block_size: int) -> int:
+    """Returns the bytes of a block: keys and values of `block_size` rows in all layers."""
+    elements = 2 * layers * block_size * shape.kv_heads * shape.head_dim
+    return elements * shape.dtype_bytes
 
 
 class NoFreeBlocks(Exception):

@@ -7,7 +7,7 @@ Since rows lie in the order of positions, two numbers say which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,6 @@ import numpy as np
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement
 from distca.plan.span import Bools, Int64s
-from distca.schedule.serving.holdings import Holdings
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,3 @@ class DecodeBatch:
         back."""
         row = shape.round_trip_bytes
         return self.away(mask).sum(axis=1) * row  # type: ignore[no-any-return]
-
-
-def plan_decode(
-    holdings: Holdings,
-    sequences: Sequence[int],
-    masks: Sequence[Mask],
-    owners: Int64s | None = None,
-) -> DecodeBatch:
-    """Plans a step that feeds the next token of sequences; `holdings` stay as they are.
-
-    Args:
-        holdings: who holds the tokens before.
-        sequences: sequences that are fed, each once.
-        masks: masks of the model's layers.
-        owners: owner of each sequence's token; None: those of stripes.
-    """
-    lines = holdings.lines(sequences)
-    positions = holdings.lengths(lines)
-    hidden = {mask: holdings.rows(lines, mask.first_key(positions)) for mask in masks}
-    return DecodeBatch(
-        tuple(sequences),
-        positions,
-        holdings.owners(lines) if owners is None else owners,
-        holdings.rows(lines, positions),
-        hidden,
-    )

@@ -1,12 +1,16 @@
-"""Blocks that move from the ranks that computed them to ranks that hold keys and values alone.
+"""Blocks that move between ranks: to those that hold keys and values alone, or to equal shares.
 
 Ranks without weights compute no keys and values, so that new blocks always lie on others. A full
 block of a long sequence whose stripe is of such a rank goes there once it is computed; if ranks
 that compute run out of blocks, more do, before a sequence has to give up its own.
+
+A chain of prefill ranks leaves its first ranks the most keys and values, since these have the
+fewest to attend to. Decoding reads all of them, so equal shares are read soonest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,6 +85,31 @@ class Mover:
                 rank = max(servers, key=self._cache.available)
                 if self._can_go(each.blocks[index], rank):
                     moves.append(self._move(each, index, rank))
+        return moves
+
+    def even_out(self, sequences: Iterable[Movable]) -> list[BlockTransfer]:
+        """Moves blocks until ranks hold equal shares of a sequence, but for a block.
+
+        The last blocks of a rank go, where no other sequence has them and there is room.
+        """
+        moves, ranks = [], range(self._computing)
+        for each in sequences:
+            held = Counter(block.rank for block in each.blocks)
+            mine: dict[int, list[int]] = {rank: [] for rank in ranks}
+            for index, block in enumerate(each.blocks[: each.full]):
+                if block.rank in mine and self._cache.has_one_holder(block):
+                    mine[block.rank].append(index)
+            while True:
+                sources = [rank for rank in ranks if mine[rank]]
+                targets = [rank for rank in ranks if self._cache.available(rank)]
+                if not sources or not targets:
+                    break
+                source, to = max(sources, key=held.__getitem__), min(targets, key=held.__getitem__)
+                if held[source] - held[to] <= 1:
+                    break
+                held[source] -= 1
+                held[to] += 1
+                moves.append(self._move(each, mine[source].pop(), to))
         return moves
 
     def _can_go(self, block: Block, rank: int) -> bool:

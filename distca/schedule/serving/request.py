@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block
 
 FinishReason = Literal["stop", "length"]
@@ -61,7 +62,9 @@ class Request:
         scored: whether all tokens of its prompt are to be computed, since they are scored.
         prefix: prompt that others computed for it; None: there is none.
         block_size: tokens of a block.
+        chain: chain that shares out the prompt; None: that of all sequences.
         settled: full blocks of which it is known whether they move.
+        evened_out: whether its blocks have been moved so that ranks hold equal shares.
     """
 
     number: int
@@ -79,7 +82,9 @@ class Request:
     scored: bool = False
     prefix: SharedPrompt | None = None
     block_size: int = 1
+    chain: Chain | None = None
     settled: int = 0
+    evened_out: bool = False
 
     @property
     def finish(self) -> FinishReason | None:

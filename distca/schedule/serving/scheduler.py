@@ -13,7 +13,7 @@ chunk is cut between blocks: each lies on one rank, where other sequences can fi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,8 @@ class SchedulerConfig:
         short: tokens below which a sequence is short.
         servers: ranks, the last ones, that hold keys and values, and have no weights.
         chain: who shares out chunks of long sequences, a chain or levels; None: in zigzag.
+        evens_out: whether blocks move once a prompt is computed, until all ranks hold equal shares,
+            as a chain does not leave them.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -51,6 +53,7 @@ class SchedulerConfig:
     short: int
     servers: int = 0
     chain: Chain | Levels | None = None
+    evens_out: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < self.sequences:
@@ -177,6 +180,7 @@ class Scheduler:
         fewest_new: int = 0,
         leader: int | None = None,
         scored: bool = False,
+        chain: Chain | None = None,
     ) -> None:
         """Adds a sequence.
 
@@ -190,6 +194,7 @@ class Scheduler:
             fewest_new: fewest tokens of an answer that they may end.
             leader: sequence with the same prompt, which computes it; None: itself does.
             scored: whether all tokens of the prompt are to be computed, since they are scored.
+            chain: chain that shares out the prompt, however short it is; None: that of the limits.
 
         Raises:
             ValueError: its keys and values could never be held.
@@ -207,7 +212,7 @@ class Scheduler:
         prompt = list(tokens)
         fewest = len(prompt) + fewest_new
         each = Request(number, prompt, len(prompt), most, stops, fewest, scored=scored)
-        each.block_size = self._block_size
+        each.block_size, each.chain = self._block_size, chain
         if leader is None:
             self._waiting.append(each)
         else:
@@ -250,6 +255,8 @@ class Scheduler:
         feeds: list[ScheduledTokens] = []
         preempted: list[int] = []
         moves = self._mover.settle(self._long())
+        if self._limits.evens_out:
+            moves += self._mover.even_out(self._just_computed())
         left, scored = self._limits.tokens, MOST_SCORED
         number = 0
         while number < len(self._running) and left:
@@ -406,6 +413,13 @@ class Scheduler:
         """Running sequences whose blocks lie on several ranks."""
         return [each for each in self._running if len(each.tokens) >= self._limits.short]
 
+    def _just_computed(self) -> Iterator[Request]:
+        """Long sequences whose prompts are computed since this was last asked."""
+        for each in self._long():
+            if each.computed >= each.prompt and not each.evened_out:
+                each.evened_out = True
+                yield each
+
     def _make_room(self, each: Request, count: int, moves: list[BlockTransfer]) -> int:
         """Moves blocks to ranks without weights where that lets a sequence be fed.
 
@@ -449,7 +463,8 @@ class Scheduler:
 
     def _in_chain(self, each: Request, count: int, blocks: int) -> list[int]:
         """Ranks of the blocks that a chunk adds, by the chain or the levels, if it has any."""
-        chain, long = self._limits.chain, len(each.tokens) >= self._limits.short
+        long = each.chain is not None or len(each.tokens) >= self._limits.short
+        chain = each.chain or self._limits.chain
         if chain is None or not long or each.computed >= each.prompt:
             return []
         return chain.owners(blocks, each.computed, each.computed + count)
@@ -493,4 +508,4 @@ class Scheduler:
 
     def _give_back(self, each: Request) -> None:
         self._cache.release(each.blocks)
-        each.blocks, each.settled = [], 0
+        each.blocks, each.settled, each.evened_out = [], 0, False

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from distca.inference.messages import AddRequest, Output
 from distca.inference.sampling import TokenLogprobs
 from distca.serve.api.engine_client import EngineClient
 from distca.serve.api.errors import error_body
@@ -16,7 +17,6 @@ from distca.serve.api.metrics import Metrics
 from distca.serve.api.model import ApiModel
 from distca.serve.api.protocol import Sampled
 from distca.serve.api.text import AnswerText
-from distca.serve.engine.messages import AddRequest, Output
 
 Shape = Literal["chat", "completion"]
 _NAMES = {"chat": ("chatcmpl", "chat.completion"), "completion": ("cmpl", "text_completion")}

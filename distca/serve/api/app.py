@@ -14,6 +14,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
+from distca.inference.messages import AddRequest
 from distca.schedule.serving.cdsp import ImprovementRates
 from distca.schedule.serving.cdsp.load import Growth
 from distca.serve.api.answers import Job, Shape
@@ -29,7 +30,6 @@ from distca.serve.api.protocol import (
     Sampled,
     TokenizeBody,
 )
-from distca.serve.engine.messages import AddRequest
 
 _BYTES_PER_TOKEN = 64
 _LEAST_BODY = 1 << 20

@@ -16,17 +16,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from distca.inference.messages import AddRequest, Output, decoder, encode
 from distca.lifetime import signals_held
 from distca.schedule.serving.cdsp.load import Growth
 from distca.serve.engine.messages import (
     Abort,
-    AddRequest,
     AskPlan,
     AskRates,
     Close,
     Dead,
     FromEngine,
-    Output,
     Outputs,
     PlanIs,
     RatesAre,
@@ -35,10 +34,8 @@ from distca.serve.engine.messages import (
     Started,
     Stats,
     ToEngine,
-    decoder,
-    encode,
 )
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 
 _SECONDS_TO_SAY_WHY = 2.0
 _SECONDS_TO_END = 5.0
@@ -76,7 +73,7 @@ class EngineClient:
 
     def __init__(
         self,
-        settings: EngineConfig,
+        settings: ServerConfig,
         on_dead: Callable[[str], None] = lambda why: None,
         on_stats: Callable[[Stats], None] = lambda stats: None,
     ) -> None:
@@ -275,7 +272,7 @@ class EngineClient:
         self.on_dead(why)
 
 
-def _start_engine(settings: EngineConfig, folder: str, parent: int) -> None:
+def _start_engine(settings: ServerConfig, folder: str, parent: int) -> None:
     """Runs an engine, in its own process."""
     from distca.serve.engine.engine import run_engine
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distca.inference.messages import AddRequest
 from distca.inference.sampling import Penalties, SamplingParams
 from distca.serve.api.errors import ApiError
 from distca.serve.api.protocol import Message, Sampled
-from distca.serve.engine.messages import AddRequest
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from distca.serve.api.engine_client import EngineClient, EngineError
 from distca.serve.api.metrics import Metrics
 from distca.serve.api.model import ApiModel
 from distca.serve.engine.messages import Stats
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -88,7 +88,7 @@ def log_lines() -> None:
 async def serve(
     listening: socket.socket,
     model: ApiModel,
-    settings: EngineConfig,
+    settings: ServerConfig,
     bounds: Bounds,
     access_log: bool,
 ) -> str | None:

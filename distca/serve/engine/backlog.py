@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from distca.serve.engine.messages import ExecuteBatch, Missed, encode
+from distca.inference.messages import ExecuteBatch, encode
+from distca.serve.engine.messages import Missed
 
 MOST_MISSED = 64
 """Iterations of which a worker is told at once: waking for each costs more than all of them do."""

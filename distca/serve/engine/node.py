@@ -13,12 +13,12 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from distca.inference.messages import decoder, encode
 from distca.serve.engine.link import link_of
-from distca.serve.engine.messages import decoder, encode
 from distca.serve.engine.node_messages import HeadEnds, Join, Joined, NodeEnds, ToNode
 from distca.serve.engine.nodes import facts
 from distca.serve.engine.processes import WorkerProcesses
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -53,7 +53,7 @@ class Node:
         ValueError: there is no such address.
     """
 
-    def __init__(self, settings: EngineConfig) -> None:
+    def __init__(self, settings: ServerConfig) -> None:
         self._settings, self._number = settings, settings.nodes.rank
         self._link = link_of(settings.nodes, Path())
         self._head = f"the head at {settings.nodes.address}:{settings.nodes.port}"

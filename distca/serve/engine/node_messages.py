@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from distca.serve.engine.messages import FromWorker, Message
+from distca.inference.messages import Message
+from distca.serve.engine.messages import FromWorker
 
 
 class Join(Message, frozen=True):

@@ -16,7 +16,7 @@ from distca.serve.engine.node_messages import (
     NodeEnds,
     ToNode,
 )
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 
 _PROBE_SECONDS = 0.5
 """Seconds between messages by which the head notices that a connection was closed."""
@@ -33,7 +33,7 @@ class Unreachable(Exception):
     """Raised if nobody is connected by a name."""
 
 
-def facts(settings: EngineConfig) -> dict[str, str]:
+def facts(settings: ServerConfig) -> dict[str, str]:
     """What must be alike on all machines, by name; the model's folder may lie elsewhere."""
     found = {"nnodes": str(settings.nodes.count)}
     for each in fields(settings):
@@ -54,7 +54,7 @@ class OtherNodes:
         send: sends a message to the machine whose socket has this name; raises `Unreachable`.
     """
 
-    def __init__(self, settings: EngineConfig, send: Callable[[bytes, ToNode], None]) -> None:
+    def __init__(self, settings: ServerConfig, send: Callable[[bytes, ToNode], None]) -> None:
         self._settings, self._send = settings, send
         self._names: dict[int, bytes] = {}
         self._probed = 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distca.plan.saved import save_plan
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 
 _KEPT = 256
 """Sequences whose last chunk is kept."""
@@ -23,7 +23,7 @@ class PlanHistory:
         ranks: ranks that chunks are planned for.
     """
 
-    def __init__(self, settings: EngineConfig, ranks: int) -> None:
+    def __init__(self, settings: ServerConfig, ranks: int) -> None:
         self._settings, self._ranks = settings, ranks
         self._parts: OrderedDict[int, tuple[BatchEntry, ...]] = OrderedDict()
 

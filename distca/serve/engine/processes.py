@@ -14,7 +14,7 @@ import zmq
 
 from distca.lifetime import signals_held
 from distca.serve.engine.link import Link
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 
 
 class WorkerProcesses:
@@ -28,7 +28,7 @@ class WorkerProcesses:
     """
 
     def __init__(
-        self, settings: EngineConfig, link: Link, store: Path | None, poller: zmq.Poller
+        self, settings: ServerConfig, link: Link, store: Path | None, poller: zmq.Poller
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes: dict[int, Any] = {}
@@ -69,7 +69,7 @@ class WorkerProcesses:
 
 
 def _start_worker(
-    settings: EngineConfig, rank: int, link: Link, store: str | None, parent: int
+    settings: ServerConfig, rank: int, link: Link, store: str | None, parent: int
 ) -> None:
     """Runs a worker; torch is imported by it alone."""
     from distca.serve.engine.worker import run_worker

@@ -1,16 +1,10 @@
-"""The settings of an engine and its workers."""
+"""The configuration of a server: of its engine, its machines, and the roles of its ranks."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
-from distca.inference.transports import TransportName
-from distca.plan import Mask
-from distca.schedule.serving.csps.layouts import SplitModel
-from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import PrefillStrategy
-from distca.schedule.serving.scheduler import SchedulerConfig
+from distca.inference.config import EngineConfig
 from distca.serve.handoff.settings import Roles
 
 
@@ -34,102 +28,24 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """What an engine and its workers are told before they start.
+class ServerConfig(EngineConfig):
+    """Configuration of a server's engine and its workers.
 
     Attributes:
-        model: folder of the model, or its name on the Hugging Face hub.
-        dtype: name of the dtype of weights and rows.
-        windows: for each layer how many earlier tokens a query sees; None: all.
-        salt: what keys and values depend on beside tokens: the model.
-        positions: most tokens of a sequence.
-        world_size: ranks that share a sequence's keys and values, of which the last may have no
-            weights: see `SchedulerConfig.servers`.
-        tensor_parallel_size: processes of each rank, which share its layers.
-        strategy: what travels in chunks of prompts, or who chooses it.
-        limits: bounds and rules of the scheduler.
-        block_size: rows of a block.
-        cache_bytes: bytes of a rank's pool; None: what a GPU has left.
-        gpu_utilization: part of a GPU's memory that weights, pool and buffers may fill.
-        prefix_caching: whether full blocks are kept for other sequences.
-        step_timeout: seconds after which an iteration has failed.
-        enforce_eager: whether GPUs decode without CUDA graphs.
-        transport: what moves rows; None: gloo on CPUs, NCCL on GPUs.
-        trust_remote_code: whether code of the model's folder may run.
         nodes: machines of the server.
         roles: ranks that prefill and ranks that decode; None: all do both.
-        head_groups: groups of heads that sp-ntp scatters.
-        split: layers whose weights processes split, if they share the rows of prefills.
     """
 
-    model: str
-    dtype: str
-    windows: tuple[int | None, ...]
-    salt: bytes
-    positions: int
-    world_size: int
-    tensor_parallel_size: int
-    strategy: PrefillStrategy
-    limits: SchedulerConfig
-    block_size: int
-    cache_bytes: int | None
-    gpu_utilization: float
-    prefix_caching: bool
-    step_timeout: float
-    enforce_eager: bool = False
-    transport: TransportName | None = None
-    trust_remote_code: bool = False
     nodes: Nodes = Nodes()
     roles: Roles | None = None
-    head_groups: int = 1
-    split: SplitModel | None = None
-
-    @property
-    def sparse_salt(self) -> bytes:
-        """What keys and values of sequences depend on whose chunks drop rows: the salt itself, and
-        how they are dropped."""
-        if not isinstance(self.strategy, NearToFar) or not self.strategy.sparsity.drops:
-            return self.salt
-        return hashlib.sha256(self.salt + repr(self.strategy).encode()).digest()
 
     @property
     def processes(self) -> int:
         """Processes of all ranks; those of a rank are neighbours."""
-        if self.roles is not None:
-            return self.roles.processes
-        return self.world_size * self.tensor_parallel_size
-
-    @property
-    def members_only(self) -> bool:
-        """Whether a step's members alone exchange rows: other transports' buffers grow on all ranks
-        at once, those that a plan does not name, too."""
-        return self.transport in (None, "gloo", "nccl") or self.world_size == 1
+        return super().processes if self.roles is None else self.roles.processes
 
     @property
     def own_processes(self) -> range:
         """Those of this machine."""
         each = self.processes // self.nodes.count
         return range(self.nodes.rank * each, (self.nodes.rank + 1) * each)
-
-    @property
-    def masks(self) -> tuple[Mask, ...]:
-        """The different masks of the layers."""
-        return tuple(Mask(window) for window in dict.fromkeys(self.windows))
-
-    def check_pools(self, blocks: int, block_bytes: int) -> None:
-        """Checks that the ranks' pools have room for the longest sequence.
-
-        Args:
-            blocks: blocks of each rank's pool.
-            block_bytes: bytes of a block.
-
-        Raises:
-            ValueError: they have none.
-        """
-        per_rank = -(-self.positions // self.block_size // self.world_size)
-        if blocks < per_rank:
-            raise ValueError(
-                f"a sequence of {self.positions:,} tokens needs {per_rank * block_bytes:,} bytes "
-                f"of keys and values on each of {self.world_size} ranks, and there are "
-                f"{blocks * block_bytes:,}: raise --kv-cache-memory-bytes, or lower --max-model-len"
-            )

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 import zmq
 
+from distca.inference.messages import decoder, encode
 from distca.serve.engine.link import Link
-from distca.serve.engine.messages import decoder, encode
 from distca.serve.engine.node_messages import StoreCall, StoreReply
 
 _WAITING = 0.02

@@ -10,18 +10,11 @@ from typing import Any
 
 import zmq
 
+from distca.inference.messages import ExecuteBatch, Message, decoder, encode
 from distca.serve.engine.backlog import Backlog
 from distca.serve.engine.kept_keys import KeptKeys
 from distca.serve.engine.link import link_of
-from distca.serve.engine.messages import (
-    Beat,
-    ExecuteBatch,
-    Failed,
-    Message,
-    ToWorker,
-    decoder,
-    encode,
-)
+from distca.serve.engine.messages import Beat, Failed, ToWorker
 from distca.serve.engine.node_messages import (
     Join,
     NodeEnds,
@@ -30,7 +23,7 @@ from distca.serve.engine.node_messages import (
 )
 from distca.serve.engine.nodes import NodeError, OtherNodes, Unreachable
 from distca.serve.engine.processes import WorkerProcesses
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from distca.serve.handoff.messages import FromRoles
 
 BEAT_TIMEOUT = 30.0
@@ -60,7 +53,7 @@ class Workers:
 
     def __init__(
         self,
-        settings: EngineConfig,
+        settings: ServerConfig,
         folder: Path,
         poller: zmq.Poller,
         clock: Callable[[], float] = time.monotonic,

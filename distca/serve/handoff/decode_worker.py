@@ -17,16 +17,17 @@ import numpy as np
 import torch
 import zmq
 
+from distca.inference.choice import choose_token
+from distca.inference.messages import NewRequest, SampledToken, decoder, encode
+from distca.inference.pool_model import PoolModel
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp import Receiver, receive
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.request import finish_of
-from distca.serve.engine.choice import choose_token
-from distca.serve.engine.messages import Begin, Loaded, NewRequest, SampledToken, decoder, encode
-from distca.serve.engine.pool_model import PoolModel
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.messages import Begin, Loaded
+from distca.serve.engine.settings import ServerConfig
 from distca.serve.handoff.landing import Landing, Layer
 from distca.serve.handoff.messages import (
     Close,
@@ -86,7 +87,7 @@ class DecodeWorker:
 
     def __init__(
         self,
-        settings: EngineConfig,
+        settings: ServerConfig,
         roles: Roles,
         process: int,
         model: PoolModel,
@@ -115,7 +116,9 @@ class DecodeWorker:
 
     def loaded(self) -> Loaded:
         """Returns the blocks that there is room for."""
-        return self._model.loaded(self._process, self._settings)
+        model = self._model
+        room = model.room(self._settings)
+        return Loaded(self._process, room, model.block_bytes, model.weight_bytes)
 
     def serve(self, socket: Any) -> NoReturn:
         """Does what the engine, the rank's first process and prefill ranks say."""

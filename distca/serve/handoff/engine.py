@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 
+from distca.inference.messages import AddRequest, NewRequest, Output, SampledToken, decoder, encode
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp import (
     LOAD_AWARE,
@@ -34,30 +35,24 @@ from distca.schedule.serving.prefix_cache import PrefixCache, digests
 from distca.schedule.serving.request import FinishReason, finish_of
 from distca.serve.engine.messages import (
     Abort,
-    AddRequest,
     AskPlan,
     AskRates,
     Begin,
     Close,
     FromEngine,
     Loaded,
-    NewRequest,
-    Output,
     Outputs,
     PlanIs,
     RankState,
     RatesAre,
     Refused,
     ResetCache,
-    SampledToken,
     Started,
     Stats,
     ToEngine,
-    decoder,
-    encode,
 )
 from distca.serve.engine.plan_history import PlanHistory
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from distca.serve.engine.workers import WorkerError, Workers
 from distca.serve.handoff import messages as said
 from distca.serve.handoff.measure import measure_prefills
@@ -134,7 +129,7 @@ class RolesEngine:
         workers: workers of all ranks.
     """
 
-    def __init__(self, settings: EngineConfig, api: zmq.Socket, workers: Workers) -> None:
+    def __init__(self, settings: ServerConfig, api: zmq.Socket, workers: Workers) -> None:
         assert settings.roles is not None
         self._settings, self._roles = settings, settings.roles
         self._api, self._workers = api, workers

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import zmq
 
+from distca.inference.messages import encode
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp import Prefill, PrefillModel
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.serve.engine.messages import encode
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from distca.serve.engine.workers import Workers
 from distca.serve.handoff.messages import ChunkDone, Forget, RunChunk
 from distca.serve.handoff.settings import Roles
@@ -30,7 +30,7 @@ def hardware() -> str:
 
 
 def measure_prefills(
-    settings: EngineConfig, roles: Roles, blocks: int, workers: Workers, poller: zmq.Poller
+    settings: ServerConfig, roles: Roles, blocks: int, workers: Workers, poller: zmq.Poller
 ) -> PrefillModel:
     """Measures prompts of three lengths on 1, 2, 4, ... ranks, and fits their times.
 
@@ -77,7 +77,7 @@ def measure_prefills(
     return found
 
 
-def _prompts(settings: EngineConfig, roles: Roles, blocks: int) -> Iterator[tuple[int, int]]:
+def _prompts(settings: ServerConfig, roles: Roles, blocks: int) -> Iterator[tuple[int, int]]:
     """Degrees and tokens to measure, of each degree one to warm up first."""
     most = min(settings.positions, blocks * settings.block_size)
     lengths = [max(most // part, number + 1) for number, part in enumerate(_PARTS)]

@@ -13,18 +13,11 @@ from typing import Any
 
 import msgspec
 
+from distca.inference.messages import Message, NewRequest, SampledToken
 from distca.schedule.serving.cdsp import handoff
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.request import FinishReason
-from distca.serve.engine.messages import (
-    Beat,
-    Begin,
-    Failed,
-    Loaded,
-    Message,
-    NewRequest,
-    SampledToken,
-)
+from distca.serve.engine.messages import Beat, Begin, Failed, Loaded
 
 
 class HandoffEvent(Message, frozen=True):

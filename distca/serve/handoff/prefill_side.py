@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.inference.messages import NewRequest, SampledToken
 from distca.schedule.serving.cdsp import PrefillQueue, PrefillTimes, Sender, send
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.groups import Ranks
@@ -23,7 +24,6 @@ from distca.schedule.serving.cdsp.lines import Lines
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks, cut_at_blocks
 from distca.schedule.serving.iteration import BatchEntry
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.serve.engine.messages import NewRequest, SampledToken
 from distca.serve.engine.plan_history import PlanHistory
 from distca.serve.handoff.messages import (
     ChunkDone,

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 import zmq
 
+from distca.inference.choice import choose_token
+from distca.inference.messages import decoder, encode
+from distca.inference.pool_model import PoolModel
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.serve.engine.choice import choose_token
-from distca.serve.engine.messages import Begin, Loaded, decoder, encode
-from distca.serve.engine.pool_model import PoolModel
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.messages import Begin, Loaded
+from distca.serve.engine.settings import ServerConfig
 from distca.serve.handoff.messages import (
     ChunkDone,
     Forget,
@@ -51,7 +52,7 @@ class PrefillWorker:
 
     def __init__(
         self,
-        settings: EngineConfig,
+        settings: ServerConfig,
         roles: Roles,
         model: PoolModel,
         transport: Transport,
@@ -76,7 +77,9 @@ class PrefillWorker:
 
     def loaded(self) -> Loaded:
         """Returns the blocks that there is room for."""
-        return self._model.loaded(self._rank, self._settings)
+        model = self._model
+        room = model.room(self._settings)
+        return Loaded(self._rank, room, model.block_bytes, model.weight_bytes)
 
     def serve(self, socket: Any) -> NoReturn:
         """Does what the engine says."""

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from distca.inference.models import DTYPES, ServedModel, read_model
+from distca.inference.pool_model import PoolModel
 from distca.inference.tensor_parallel import ALONE, TensorRanks
-from distca.serve.engine.pool_model import PoolModel
-from distca.serve.engine.settings import EngineConfig
+from distca.serve.engine.settings import ServerConfig
 from distca.serve.handoff.decode_worker import DecodeWorker
 from distca.serve.handoff.prefill_worker import PrefillWorker
 from distca.serve.handoff.settings import Roles
@@ -19,7 +19,7 @@ from distca.transport import CollectiveTransport, new_exchange_group
 
 
 def make_worker(
-    settings: EngineConfig, roles: Roles, device: torch.device, folder: Path
+    settings: ServerConfig, roles: Roles, device: torch.device, folder: Path
 ) -> PrefillWorker | DecodeWorker:
     """Makes the worker of this process. Collective.
 
@@ -84,13 +84,13 @@ def kv_heads_of(kv_heads: int, size: int) -> list[tuple[int, int]]:
     ]
 
 
-def _model(settings: EngineConfig, tensor_parallel_size: int) -> ServedModel:
+def _model(settings: ServerConfig, tensor_parallel_size: int) -> ServedModel:
     dtype = DTYPES[settings.dtype]
     return read_model(settings.model, dtype, tensor_parallel_size, checks_weights=False)
 
 
 def _pool_model(
-    settings: EngineConfig,
+    settings: ServerConfig,
     model: ServedModel,
     transport: CollectiveTransport,
     device: torch.device,

@@ -5,11 +5,11 @@ costs = InferenceCosts(MODELS["llama-405b"], CLUSTERS["dgx-h100"], tensor_parall
 outcome = simulate_step([plan] * costs.model.layers, costs)
 """
 
+from distca.simulate.serving.block_moves import simulate_block_moves
 from distca.simulate.serving.chains import chain_costs, searched_shares, searched_table
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.growth import Growth, simulate_growth
 from distca.simulate.serving.layouts import described_split, gpu_links, simulate_shared
-from distca.simulate.serving.restripe import simulate_restripe
 from distca.simulate.serving.selector import SimulatedSelector
 from distca.simulate.serving.steps import (
     PlanStepCosts,
@@ -32,8 +32,8 @@ __all__ = [
     "memory_bytes",
     "searched_shares",
     "searched_table",
+    "simulate_block_moves",
     "simulate_growth",
-    "simulate_restripe",
     "simulate_shared",
     "simulate_step",
 ]

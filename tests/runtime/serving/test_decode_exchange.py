@@ -12,15 +12,15 @@ from distca.attention import select_kernel
 from distca.attention.paged import OfPool
 from distca.cost.decode_memory import decode_memory
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask
+from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention, EventCursor, Exchange, build_exchange
 from distca.runtime.serving.decode_exchange import build_decode_exchange
 from distca.runtime.serving.kv_pool import BlockTables, KVCache
 from distca.schedule.program import LayerGroup, tick_program
-from distca.schedule.serving import shard_evenly, step_plan
-from distca.schedule.serving.decode import DecodeBatch, plan_decode
-from distca.schedule.serving.holdings import Holdings
+from distca.schedule.serving import step_plan
+from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.transport import CollectiveTransport
 from support.ranks import Ranks
 from support.served_rows import taken_rows
@@ -29,9 +29,7 @@ CPU, SIZE = torch.device("cpu"), 4
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, dtype_bytes=4)
 
 
-def tables_of(
-    holdings: Holdings, decode: DecodeBatch, rank: int
-) -> tuple[BlockTables, Int64s, int]:
+def tables_of(decode: DecodeBatch, rank: int) -> tuple[BlockTables, Int64s, int]:
     """Tables with blocks for all rows of a rank, the lines of the sequences, and the blocks."""
     tables, block = BlockTables(SIZE, CPU), 0
     # Lines are not in the order of the step.
@@ -43,13 +41,43 @@ def tables_of(
     return tables, tables.lines(decode.sequences), block
 
 
-def held(ranks: int, count: int) -> tuple[Holdings, list[int]]:
-    """Sequences of odd lengths, in no order, and the holders of their rows."""
-    rng = np.random.default_rng(ranks)
-    holdings, sequences = Holdings(ranks, 2), rng.permutation(count).tolist()
-    ends = rng.integers(1, 40, count)
-    holdings.note(sequences, shard_evenly(np.zeros_like(ends), ends, ranks))
-    return holdings, sequences
+class Sequences:
+    """Sequences of odd lengths, in no order, whose blocks of two tokens lie anywhere."""
+
+    def __init__(self, ranks: int, count: int) -> None:
+        rng = np.random.default_rng(ranks)
+        self._ranks = ranks
+        self._lengths = rng.integers(1, 40, count).tolist()
+        self._numbers = rng.permutation(count).tolist()
+        self._owners = rng.integers(0, ranks, (count, 40))
+
+    def decode(self, masks: list[Mask]) -> DecodeBatch:
+        """Plans the step that feeds the next token of each."""
+        entries = [
+            BatchEntry(number, length, 1, owners)
+            for number, length, owners in zip(
+                self._numbers, self._lengths, self._owners, strict=True
+            )
+        ]
+        decode = plan_iteration(entries, masks, 2, self._ranks, "pass-kv").decode
+        assert decode is not None
+        return decode
+
+    def placement(self) -> Placement:
+        """Who holds the tokens of all, in the order of the step."""
+        pieces = [
+            (document, start, min(start + 2, length), owners[start // 2])
+            for document, (length, owners) in enumerate(
+                zip(self._lengths, self._owners.tolist(), strict=True)
+            )
+            for start in range(0, length, 2)
+        ]
+        columns = (np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True))
+        return Placement(*columns, self._ranks)
+
+    def go_on(self) -> None:
+        """Notes that a token of each was decoded."""
+        self._lengths = [length + 1 for length in self._lengths]
 
 
 def same(found: Exchange, expected: Exchange) -> None:
@@ -70,12 +98,12 @@ def same(found: Exchange, expected: Exchange) -> None:
 @pytest.mark.parametrize(("ranks", "count"), [(1, 5), (2, 5), (4, 5), (3, 200)])
 def test_rows_travel_as_the_plan_says(ranks: int, count: int, mask: Mask) -> None:
     """Many sequences, too: an unstable sort by owners mixes up those of one rank."""
-    holdings, sequences = held(ranks, count)
+    sequences = Sequences(ranks, count)
     for _ in range(9):
-        decode = plan_decode(holdings, sequences, [mask])
-        plan = step_plan(holdings.placement(sequences), decode.new, "pass-q", mask, block=8).plan
+        decode = sequences.decode([mask])
+        plan = step_plan(sequences.placement(), decode.new, "pass-q", mask, block=8).plan
         for rank in range(ranks):
-            tables, lines, blocks = tables_of(holdings, decode, rank)
+            tables, lines, blocks = tables_of(decode, rank)
             found, keys = build_decode_exchange(decode, mask, rank, tables, lines, blocks * SIZE)
             same(found, build_exchange(plan, rank))
             # Kernels take queries in the order of the tables' lines.
@@ -104,7 +132,7 @@ def test_rows_travel_as_the_plan_says(ranks: int, count: int, mask: Mask) -> Non
             # Every task has a query: FlashAttention 2 regroups heads by that.
             assert call.cu_seqlens_q.diff().tolist() == [1] * call.queries
             assert call.queries == len(served)
-        holdings.note_decoded(holdings.lines(sequences))
+        sequences.go_on()
 
 
 def rows_of(number: int, length: int) -> list[torch.Tensor]:
@@ -118,9 +146,9 @@ def rows_of(number: int, length: int) -> list[torch.Tensor]:
 
 def farthest_from_dense_attention(ranks: int, count: int, mask: Mask) -> tuple[int, float]:
     """A step's outputs of this rank: how many, and how far they are from the whole sequences'."""
-    rank, (holdings, sequences) = dist.get_rank(), held(ranks, count)
-    decode, placed = plan_decode(holdings, sequences, [mask]), holdings.placement(sequences)
-    tables, lines, blocks = tables_of(holdings, decode, rank)
+    rank, sequences = dist.get_rank(), Sequences(ranks, count)
+    decode, placed = sequences.decode([mask]), sequences.placement()
+    tables, lines, blocks = tables_of(decode, rank)
     pool = KVCache(1, blocks, SIZE, SHAPE, torch.float32, CPU)
     queries, expected = [], []
     for number, last in enumerate(decode.positions.tolist()):
@@ -167,8 +195,7 @@ def test_the_memory_suffices_where_one_rank_has_all(rank: int) -> None:
     owners, before = np.zeros(count, dtype=np.int64), np.full((count, ranks), 3)
     hidden = {mask: np.zeros((count, ranks), dtype=np.int64)}
     decode = DecodeBatch((5, 4, 3, 2, 1, 0), np.full(count, 12), owners, before, hidden)
-    holdings = Holdings(ranks, 1)
-    tables, lines, blocks = tables_of(holdings, decode, rank)
+    tables, lines, blocks = tables_of(decode, rank)
     pool = KVCache(1, blocks, SIZE, SHAPE, torch.float32, CPU)
     exchange, keys = build_decode_exchange(decode, mask, rank, tables, lines, pool.slots)
     buffers = Buffers(CPU, headroom=0.0)

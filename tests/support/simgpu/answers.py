@@ -16,7 +16,6 @@ from support.simgpu import cuda
 from support.simgpu.races import count, races
 
 TOKENS = 5
-_NO_PIPE: Any = None
 
 
 class _Tokens:
@@ -54,22 +53,17 @@ def _answers(
     import torch.distributed as dist
 
     from distca.inference import rank_processes
+    from distca.inference.llm import configure
+    from distca.inference.messages import AddRequest
     from distca.inference.models import read_model
-    from distca.inference.pool_size import PoolSize, Sharing
     from distca.inference.sampling import SamplingParams
 
-    settings = rank_processes.RankSettings(
-        read_model(folder, torch.bfloat16, 1),
-        Sharing(ranks, 16),
-        "pass-kv",
-        SamplingParams(TOKENS, 0.0, 0, frozenset()),
-        pool=PoolSize(16, 256),
-    )
+    model = read_model(folder, torch.bfloat16, 1)
+    config = configure(model, ranks, block_size=256, cache_bytes=1 << 24)
+    sampling = SamplingParams(TOKENS, 0.0, 0, frozenset())
     told = _Tokens()
     store = f"{stores}/{Path(folder).name}"
-    generator, _, _ = rank_processes._start(settings, rank, store, _NO_PIPE)
-    # Only the first rank tells of its tokens, but all cut their logs.
-    generator._told = told.take
+    llm, _ = rank_processes._start(config, False, rank, store)
     # The first answer captures graphs and makes what is made once.
     tokens: list[list[int]] = []
     log: list[Any] = []
@@ -77,7 +71,8 @@ def _answers(
     for number, prompt in enumerate(prompts):
         told.steps = []
         told.start()
-        tokens.append(generator.answer({number: prompt})[number].token_ids)
+        request = AddRequest(number, number, prompt, sampling)
+        tokens.append(llm.answer([request], told.take)[number].token_ids)
         rest = told.stop()
         steps = told.steps
         log += [record for step in (*steps, rest) for record in step]

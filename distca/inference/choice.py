@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distca.inference.messages import NewRequest, SampledToken
 from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
-from distca.serve.engine.messages import NewRequest, SampledToken
 
 if TYPE_CHECKING:
     import torch

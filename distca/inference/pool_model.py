@@ -8,18 +8,18 @@ from types import MappingProxyType
 import torch
 
 from distca.inference.attention_runner import AttentionRunner
+from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import Capture
+from distca.inference.messages import Moved
 from distca.inference.model_runner import ModelRunner, OnLogits
 from distca.inference.models import ServedModel
-from distca.inference.step_planner import Step
+from distca.inference.step import Step
 from distca.inference.tensor_parallel import TensorRanks
 from distca.runtime import CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
-from distca.schedule.serving.accounts import block_bytes
+from distca.schedule.serving.blocks import block_bytes
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.iteration import BatchPlan
-from distca.serve.engine.messages import Loaded, Moved
-from distca.serve.engine.settings import EngineConfig
 from distca.transport import Transport
 
 
@@ -57,6 +57,8 @@ class PoolModel:
         self._run = ModelRunner(model, core, device, 1, block_size, tensor_ranks, capture, computes)
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
         self._new: dict[int, list[int]] = {}
+        self._served = model
+        self._last: tuple[Step, Mapping[int, Sequence[int]]] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -75,13 +77,13 @@ class PoolModel:
         """Pool and exchanges beside the model."""
         return self._run.steps
 
-    def loaded(self, process: int, settings: EngineConfig) -> Loaded:
-        """Returns the blocks that a process has room for beside the weights."""
-        nbytes = settings.cache_bytes
+    def room(self, config: EngineConfig) -> int:
+        """Returns the blocks that this rank has room for beside the weights."""
+        nbytes = config.cache_bytes
         if nbytes is None:
             free, total = torch.cuda.mem_get_info(self.steps.pool.keys.device)
-            nbytes = max(free - int((1 - settings.gpu_utilization) * total), 0)
-        return Loaded(process, nbytes // self.block_bytes, self.block_bytes, self.weight_bytes)
+            nbytes = max(free - int((1 - config.gpu_utilization) * total), 0)
+        return nbytes // self.block_bytes
 
     def begin(self, blocks: int) -> None:
         """Makes the pool."""
@@ -136,4 +138,22 @@ class PoolModel:
         new, self._new = self._new, {}
         blocks = {(sequence, self._rank): tuple(each) for sequence, each in new.items()}
         decodes = () if plan.decode is None else (plan.decode,)
-        return self._run.run(Step((*parts, *decodes), blocks, shared), tokens, scoring)
+        step = Step((*parts, *decodes), blocks, shared)
+        self._last = step, tokens
+        return self._run.run(step, tokens, scoring)
+
+    def bytes_by_sequence(self) -> dict[int, int]:
+        """Returns the bytes that the last iteration moved for each sequence, by its plans."""
+        assert self._last is not None, "no iteration has run"
+        step, _ = self._last
+        moved = step.bytes_by_sequence(self._served)
+        return dict(zip(step.sequences, moved, strict=True))
+
+    def where_not_finite(self, ran: bool) -> str:
+        """Says where the model stopped being finite in the last iteration. Collective; see
+        `ModelRunner.where_not_finite`.
+
+        Args:
+            ran: whether this rank had a part in it.
+        """
+        return self._run.where_not_finite(self._last if ran else None)

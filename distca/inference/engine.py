@@ -1,0 +1,276 @@
+"""The engine: requests, their blocks, and what the next iteration feeds.
+
+It computes nothing and talks to nobody. Whoever drives it runs what `schedule` returns on all
+workers, and gives what they say to `finish`: `LLM` on ranks that all have an engine, a server by
+messages to its workers' processes. Engines that are told the same decide the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.inference.config import EngineConfig
+from distca.inference.messages import (
+    AddRequest,
+    ExecuteBatch,
+    ModelOutput,
+    Moved,
+    NewRequest,
+    Output,
+    SampledToken,
+    ScheduledRequest,
+)
+from distca.inference.sampling import TokenLogprobs
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.iteration import BatchEntry
+from distca.schedule.serving.partitions import Chain
+from distca.schedule.serving.prefix_cache import PrefixCache
+from distca.schedule.serving.scheduler import (
+    ScheduledTokens,
+    Scheduler,
+    SchedulerOutput,
+    is_long,
+)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """An iteration that all workers run.
+
+    Attributes:
+        batch: what is fed, and which blocks it adds.
+        members: processes that have a part in it; the others may be told of it later.
+        chunks: sequences that are fed more than one token.
+        entries: what is fed of each sequence, as plans are made of it.
+    """
+
+    batch: ExecuteBatch
+    members: Collection[int]
+    chunks: Sequence[int]
+    entries: tuple[BatchEntry, ...]
+
+
+@dataclass
+class EngineCounts:
+    """What an engine has done so far.
+
+    Attributes:
+        iterations: iterations that have begun.
+        computed: tokens that were fed to the model.
+        bytes_moved: bytes that ranks sent each other.
+        plan_seconds: seconds for plans, those of the slowest rank of each iteration.
+        schedule_seconds: seconds for scheduling.
+        step_seconds: seconds from the begin of iterations to their end.
+    """
+
+    iterations: int = 0
+    computed: int = 0
+    bytes_moved: int = 0
+    plan_seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+class Engine:
+    """Requests that wait and run, and the iteration under way.
+
+    Args:
+        config: configuration of the engine.
+        blocks: blocks of each rank's pool of keys and values.
+
+    Attributes:
+        cache: blocks of all ranks.
+        scheduler: decides what iterations feed.
+        counts: what was done so far.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: int) -> None:
+        self._config = config
+        pool = BlockPool(config.world_size, blocks, config.block_size)
+        self.cache = PrefixCache(pool, config.prefix_caching)
+        self.scheduler = Scheduler(self.cache, config.limits, config.salt, config.sparse_salt)
+        self.counts = EngineCounts()
+        self._requests: dict[int, AddRequest] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._found: dict[int, int] = {}
+        self._scores: dict[int, dict[int, TokenLogprobs]] = {}
+        self._drop: list[int] = []
+        self._last: dict[int, int] = {}
+        self._ranks: dict[int, list[int]] = {}
+        # Ranks that hold blocks of each sequence.
+        self._holders: dict[int, set[int]] = {}
+        self._batch: SchedulerOutput | None = None
+        self._begin = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an iteration is under way."""
+        return self._batch is not None
+
+    def add(self, request: AddRequest, chain: Chain | None = None) -> None:
+        """Adds a request.
+
+        Args:
+            request: request with a number that no other has.
+            chain: chain that shares out the prompt; None: as the configuration says.
+
+        Raises:
+            ValueError: its keys and values could never be held.
+        """
+        sampling = request.sampling
+        self.scheduler.add(
+            request.number,
+            request.tokens,
+            sampling.max_tokens,
+            sampling.stops,
+            request.penalties.fewest,
+            request.leader,
+            request.scored,
+            chain,
+        )
+        self._requests[request.number] = request
+        self._tokens[request.number] = list(request.tokens)
+
+    def abort(self, number: int) -> bool:
+        """Ends a request in whatever state it is; returns whether there was one."""
+        found = self.scheduler.abort(number)
+        if found:
+            self._forget(number)
+        return found
+
+    def schedule(self) -> Iteration | None:
+        """Begins the next iteration; None: there is nothing to do."""
+        assert self._batch is None, "an iteration is under way"
+        begin = time.perf_counter()
+        batch = self.scheduler.schedule()
+        self.counts.schedule_seconds += time.perf_counter() - begin
+        if batch is None:
+            return None
+        self._batch, self._begin = batch, begin
+        for number in batch.preempted:
+            self._drop.append(number)
+            del self._ranks[number], self._holders[number]
+        admits, feeds = [], []
+        for feed in batch.feeds:
+            if feed.admitted:
+                admits.append(self._admit(feed))
+            ranks = [block.rank for block in feed.new_blocks]
+            self._ranks[feed.sequence] += ranks
+            self._holders[feed.sequence].update(ranks)
+            feeds.append(
+                ScheduledRequest(
+                    feed.sequence,
+                    feed.start,
+                    feed.count,
+                    feed.samples,
+                    ranks,
+                    [block.number for block in feed.new_blocks],
+                    None if feed.admitted else self._last.pop(feed.sequence, None),
+                )
+            )
+        # Sequences that gave up their blocks meanwhile have none that could move.
+        for move in batch.moves:
+            if move.sequence in self._ranks:
+                self._ranks[move.sequence][move.index] = move.to.rank
+        for sequence in {move.sequence for move in batch.moves} & self._ranks.keys():
+            self._holders[sequence] = set(self._ranks[sequence])
+        drop, self._drop = self._drop, []
+        moves = [Moved(each.sequence, each.index, *each.source, *each.to) for each in batch.moves]
+        message = ExecuteBatch(self.counts.iterations, drop, admits, feeds, moves)
+        self.counts.iterations += 1
+        self.counts.computed += sum(feed.count for feed in batch.feeds)
+        chunks = [feed.sequence for feed in batch.feeds if feed.count > 1]
+        entries = tuple(self._entry(feed) for feed in batch.feeds) if chunks else ()
+        return Iteration(message, self._members(batch), chunks, entries)
+
+    def finish(self, done: Mapping[int, ModelOutput]) -> tuple[list[Output], list[SampledToken]]:
+        """Ends the iteration.
+
+        Args:
+            done: what each process with a part in it has run.
+
+        Returns:
+            The tokens of requests that were not aborted meanwhile, and those of requests that have
+            ended since no token can be chosen for them.
+        """
+        batch = self._batch
+        assert batch is not None, "no iteration is under way"
+        said = [each for worker in done.values() for each in worker.chosen]
+        failed = self._end_failed([each for each in said if each.failed is not None])
+        chosen = {each.number: each for each in said}
+        tokens = {number: each.token for number, each in chosen.items()}
+        for each in (scores for worker in done.values() for scores in worker.scores):
+            # Those of a request that was aborted meanwhile are forgotten.
+            if each.number in self._requests:
+                self._scores.setdefault(each.number, {}).update(each.tokens)
+        outputs = []
+        for update in self.scheduler.advance(batch, tokens):
+            number = update.sequence
+            self._tokens[number].append(update.token)
+            self._last[number] = update.token
+            outputs.append(
+                Output(
+                    number,
+                    update.token,
+                    update.finish,
+                    self._found[number],
+                    chosen[number].logprobs,
+                    [each for _, each in sorted(self._scores.pop(number, {}).items())],
+                )
+            )
+            if update.finish:
+                self._forget(number)
+        counts = self.counts
+        counts.bytes_moved += sum(each.bytes_sent for each in done.values())
+        counts.plan_seconds += max(each.plan_seconds for each in done.values())
+        counts.step_seconds += time.perf_counter() - self._begin
+        self._batch = None
+        return outputs, failed
+
+    def _members(self, batch: SchedulerOutput) -> Collection[int]:
+        """Processes that have a part in an iteration: those that hold keys of what is fed."""
+        config = self._config
+        if batch.moves or not config.members_only:
+            return range(config.processes)
+        ranks = set[int]().union(*(self._holders[feed.sequence] for feed in batch.feeds))
+        size = config.tensor_parallel_size
+        return {rank * size + number for rank in ranks for number in range(size)}
+
+    def _admit(self, feed: ScheduledTokens) -> NewRequest:
+        request, tokens = self._requests[feed.sequence], self._tokens[feed.sequence]
+        self._ranks[feed.sequence], self._holders[feed.sequence] = [], set()
+        self._found.setdefault(feed.sequence, feed.start)
+        self._last.pop(feed.sequence, None)
+        return NewRequest(
+            feed.sequence,
+            request.choice,
+            # A copy: workers without a part in the iteration are told of it later.
+            list(tokens),
+            len(request.tokens),
+            request.sampling,
+            request.penalties,
+            request.logprobs,
+            request.scored and len(tokens) == len(request.tokens),
+        )
+
+    def _entry(self, feed: ScheduledTokens) -> BatchEntry:
+        ranks = np.array(self._ranks[feed.sequence], dtype=np.int64)
+        dense = not is_long(len(self._requests[feed.sequence].tokens), self._config.limits)
+        return BatchEntry(feed.sequence, feed.start, feed.count, ranks, dense)
+
+    def _end_failed(self, failed: Sequence[SampledToken]) -> list[SampledToken]:
+        """Ends requests for which no token can be chosen; returns those that there still were."""
+        # The scheduler gives the blocks back, and keeps none of them for others.
+        return [each for each in failed if self.abort(each.number)]
+
+    def _forget(self, number: int) -> None:
+        """Forgets a request that has ended; workers do with the next iteration."""
+        for known in (self._requests, self._tokens, self._found, self._last, self._scores):
+            known.pop(number, None)  # type: ignore[attr-defined]
+        self._holders.pop(number, None)
+        if self._ranks.pop(number, None) is not None:
+            self._drop.append(number)

@@ -1,0 +1,363 @@
+"""A model that answers prompts, on one process or on several that make the same calls.
+
+    llm = LLM(configure(read_model("path/to/model", torch.float32)))
+    [answered] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
+    answered.outputs[0].token_ids
+
+On several ranks it is a program under `torchrun`, each process of which makes one `LLM` and calls
+it alike. Each has an engine of its own: they decide the same, so that nothing but the tokens that
+were chosen has to be sent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.inference.config import EngineConfig
+from distca.inference.engine import Engine, Iteration
+from distca.inference.finite import NotFiniteError
+from distca.inference.messages import AddRequest, ModelOutput, Output, SampledToken
+from distca.inference.models import ServedModel
+from distca.inference.pool_size import check_stripe
+from distca.inference.sampling import SamplingParams
+from distca.inference.worker import Worker
+from distca.runtime import Trace
+from distca.schedule.serving.csps.head_scatter import head_groups
+from distca.schedule.serving.csps.layouts import SplitModel
+from distca.schedule.serving.csps.levels import Levels
+from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.schedule.serving.partitions import Chain
+from distca.schedule.serving.request import FinishReason
+from distca.schedule.serving.scheduler import SchedulerConfig
+
+OnToken = Callable[[int, int], None]
+"""Function of a request's number and the token that was chosen for it."""
+
+
+@dataclass
+class Completion:
+    """An answer to a prompt.
+
+    Attributes:
+        token_ids: tokens of the answer, the one that stopped it included.
+        finish_reason: "stop", or "length" if it has the most tokens.
+        ttft_seconds: seconds from the begin of the call to its first token.
+        bytes_moved: bytes that ranks moved for it by the plans, where they are counted.
+        logits: logits of each token where they are kept, float32 `[vocabulary]`.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+    ttft_seconds: float = 0.0
+    bytes_moved: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt with its answers.
+
+    Attributes:
+        prompt_token_ids: tokens of the prompt.
+        outputs: answers, as many as were asked for.
+    """
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+
+def configure(
+    model: ServedModel,
+    context_parallel_size: int = 1,
+    *,
+    strategy: PrefillStrategy = "pass-kv",
+    chain: Chain | Levels | None = None,
+    split: SplitModel | None = None,
+    block_size: int = 16,
+    stripe: int | None = None,
+    cache_bytes: int | None = 1 << 30,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 2048,
+    threshold: int = 0,
+    prefix_caching: bool = True,
+    evens_out: bool = False,
+    step_timeout: float = 600.0,
+    enforce_eager: bool = False,
+    keeps_logits: bool = False,
+) -> EngineConfig:
+    """Makes the configuration of a model's engine.
+
+    Args:
+        model: model that answers.
+        context_parallel_size: ranks that share a sequence's keys and values.
+        strategy: what travels in prefills, or who chooses it.
+        chain: who shares out prompts, a chain or levels; None: in zigzag.
+        split: layers whose weights processes split, if they share the rows of prefills.
+        block_size: tokens of a block of keys and values.
+        stripe: consecutive decoded tokens that one rank owns; None: a block.
+        cache_bytes: bytes of each rank's keys and values; None: what a GPU has left.
+        max_num_seqs: most sequences that run at a time.
+        max_num_batched_tokens: most tokens of an iteration: longer prompts are fed in chunks.
+        threshold: tokens from which ranks share a sequence; shorter ones stay on one rank.
+        prefix_caching: whether later prompts find the keys and values of earlier ones.
+        evens_out: whether keys and values move after a prefill until ranks hold equal shares.
+        step_timeout: seconds after which an exchange has failed.
+        enforce_eager: whether GPUs decode without CUDA graphs.
+        keeps_logits: whether answers keep their logits.
+
+    Raises:
+        ValueError: the stripe is no multiple of a block, or the bounds contradict each other.
+    """
+    stripe = stripe or block_size
+    check_stripe(stripe, block_size)
+    limits = SchedulerConfig(
+        max_num_seqs, max_num_batched_tokens, stripe, threshold, chain=chain, evens_out=evens_out
+    )
+    return EngineConfig(
+        model.path,
+        str(model.dtype).removeprefix("torch."),
+        model.windows,
+        b"",
+        model.positions,
+        context_parallel_size,
+        model.tensor_parallel_size,
+        strategy,
+        limits,
+        block_size,
+        cache_bytes,
+        0.9,
+        prefix_caching,
+        step_timeout,
+        enforce_eager,
+        head_groups=head_groups(model.shape.heads, model.shape.kv_heads, context_parallel_size),
+        split=split,
+        keeps_logits=keeps_logits,
+        counts_bytes=True,
+    )
+
+
+class LLM:
+    """A model that answers prompts. All processes make the same calls, and have the same answers.
+
+    Prompts run together as far as there is room (continuous batching); long ones are fed in
+    chunks. A later prompt that begins as an earlier one did finds its keys and values.
+
+    Args:
+        config: configuration of the engine.
+        trace: timeline of this process; None: there is none.
+
+    Raises:
+        ValueError: there are not as many processes as the configuration has.
+    """
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+        device = join_processes(config)
+        self._config = config
+        self._worker = Worker(config, device, trace)
+        self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
+        # What processes tell each other of iterations lies on the host.
+        on_gpus = self._several and device.type == "cuda"
+        self._control: Any = dist.new_group(backend="gloo") if on_gpus else None
+        blocks = torch.tensor(self._worker.room)
+        if self._several:
+            dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)
+        self._worker.begin(int(blocks))
+        self._engine = Engine(config, int(blocks))
+        self.bytes_planned = 0
+
+    @property
+    def engine(self) -> Engine:
+        """Requests and blocks, alike on all processes."""
+        return self._engine
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent to others, as its transports counted them."""
+        return self._worker.bytes_sent
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        n: int = 1,
+        on_token: OnToken = lambda number, token: None,
+    ) -> list[RequestOutput]:
+        """Answers prompts. Collective.
+
+        Args:
+            prompts: token ids of each, at least one.
+            sampling: choice of tokens.
+            n: answers to each prompt, which is computed once for all of them.
+            on_token: function that is told of each token, with `n` times the prompt's number plus
+                the answer's.
+
+        Returns:
+            The prompts with their answers, in their order.
+
+        Raises:
+            ValueError: a prompt's keys and values could never be held; nothing has run.
+            NotFiniteError: no token can be chosen for an answer, on any rank.
+        """
+        requests = []
+        for number, prompt in enumerate(prompts):
+            for choice in (*range(1, n), 0):
+                # The answer that computes the prompt is added last.
+                one, leader = n * number + choice, n * number if choice else None
+                requests.append(AddRequest(one, one, list(prompt), sampling, leader=leader))
+        found = self.answer(requests, on_token)
+        return [
+            RequestOutput(list(prompt), [found[n * number + choice] for choice in range(n)])
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def answer(
+        self, requests: Sequence[AddRequest], on_token: OnToken = lambda number, token: None
+    ) -> dict[int, Completion]:
+        """Answers requests. Collective; see `generate`.
+
+        Args:
+            requests: requests, each with a number of its own.
+            on_token: function that is told of each token.
+
+        Returns:
+            Answers by the requests' numbers.
+        """
+        begin = time.perf_counter()
+        for request in requests:
+            try:
+                self._engine.add(request)
+            except ValueError:
+                self._abort(requests)
+                raise
+        answers = {request.number: Completion() for request in requests}
+        left = set(answers)
+        while left:
+            try:
+                outputs = self._step(answers)
+            except NotFiniteError:
+                self._abort(requests)
+                raise
+            for output in outputs:
+                answer = answers[output.number]
+                if not answer.token_ids:
+                    answer.ttft_seconds = time.perf_counter() - begin
+                answer.token_ids.append(output.token)
+                on_token(output.number, output.token)
+                if output.finish is not None:
+                    answer.finish_reason = output.finish
+                    left.discard(output.number)
+        return answers
+
+    def time_prefill(self, parts: Sequence[int]) -> tuple[float, float]:
+        """Feeds a prompt of any tokens over a chain of ranks, and forgets it. Collective.
+
+        Args:
+            parts: tokens of each rank's part, the first of the chain first; none at its end. They
+                are cut between blocks.
+
+        Returns:
+            CPU seconds of this process, and seconds until it has ended.
+        """
+        tokens = sum(parts)
+        chain = Chain(len(parts), tuple(part / tokens for part in parts))
+        self._engine.cache.reset()
+        if self._several:
+            dist.barrier()
+        cpu, wall = time.process_time(), time.perf_counter()
+        request = AddRequest(0, 0, [n % 2 for n in range(tokens)], SamplingParams(1))
+        self._engine.add(request, chain)
+        while self._step({0: Completion()}) == []:
+            pass
+        return time.process_time() - cpu, time.perf_counter() - wall
+
+    def _abort(self, requests: Sequence[AddRequest]) -> None:
+        for request in requests:
+            self._engine.abort(request.number)
+
+    def _step(self, answers: Mapping[int, Completion]) -> list[Output]:
+        """Runs an iteration; returns the tokens that it brought."""
+        begun = self._engine.schedule()
+        assert begun is not None, "requests wait, and nothing can be fed"
+        done = self._run(begun)
+        moved = Counter[int]()
+        for move in begun.batch.moves:
+            moved[move.sequence] += self._worker.block_bytes * self._config.tensor_parallel_size
+        for each in done.values():
+            moved.update(each.planned_bytes)
+        self.bytes_planned += moved.total()
+        for number, nbytes in moved.items():
+            answers[number].bytes_moved += nbytes
+        if self._config.keeps_logits:
+            for number, row in self._shared_logits(begun).items():
+                answers[number].logits.append(row)
+        outputs, failed = self._engine.finish(done)
+        if failed:
+            self._raise(failed[0])
+        return outputs
+
+    def _run(self, begun: Iteration) -> dict[int, ModelOutput]:
+        """Runs this process's part; returns what all processes with a part have done."""
+        done: ModelOutput | None = None
+        if self._rank in begun.members:
+            done = self._worker.run(begun.batch)
+        else:
+            self._worker.take_in(begun.batch)
+        said = [done]
+        if self._several:
+            said *= dist.get_world_size()
+            dist.all_gather_object(said, done, group=self._control)
+        return {rank: each for rank, each in enumerate(said) if each is not None}
+
+    def _shared_logits(self, begun: Iteration) -> dict[int, torch.Tensor]:
+        """Gives the logits of all tokens that are chosen to all processes."""
+        sampled = [feed.number for feed in begun.batch.feed if feed.samples]
+        own = self._worker.logits
+        sizes = torch.tensor(max((len(row) for row in own.values()), default=0))
+        if self._several:
+            dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._control)
+        table = torch.zeros(len(sampled), int(sizes))
+        for row, number in zip(table, sampled, strict=True):
+            if number in own:
+                row.copy_(own[number])
+        if self._several:
+            dist.all_reduce(table, group=self._control)
+        return dict(zip(sampled, table, strict=True))
+
+    def _raise(self, failed: SampledToken) -> None:
+        """Says for which request no token can be chosen, and why. Collective."""
+        raise NotFiniteError(failed.number, f"{failed.failed}{self._worker.where_not_finite()}")
+
+
+def join_processes(config: EngineConfig) -> torch.device:
+    """Joins this process with the others, unless it has; returns its device. Collective.
+
+    Raises:
+        ValueError: there are not as many processes as the configuration has.
+    """
+    gpus = torch.cuda.is_available()
+    if not dist.is_initialized():
+        backend, timeout = "nccl" if gpus else "gloo", timedelta(seconds=config.step_timeout)
+        if dist.is_torchelastic_launched():
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if dist.get_world_size() != config.processes:
+        raise ValueError(
+            f"{config.processes} processes are needed, and there are {dist.get_world_size()}: "
+            f"start the program by torchrun --nproc-per-node {config.processes}"
+        )
+    if not gpus:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,276 @@
+"""A worker: one process of a rank, which runs iterations in the order of their numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.attention import select_kernel
+from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.choice import choose_token
+from distca.inference.config import EngineConfig
+from distca.inference.cuda_graphs import capture_for
+from distca.inference.messages import (
+    ExecuteBatch,
+    ModelOutput,
+    NewRequest,
+    SampledToken,
+    Scores,
+)
+from distca.inference.models import DTYPES, read_model
+from distca.inference.pool_model import PoolModel
+from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
+from distca.inference.sequence_parallel import share_rows
+from distca.inference.tensor_parallel import join_ranks
+from distca.inference.transports import make_transport
+from distca.plan.span import Int64s
+from distca.runtime import Buffers, CoreAttention, Trace
+from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
+from distca.schedule.serving.scheduler import is_long
+
+
+@dataclass
+class _Sequence:
+    """A sequence as workers know it.
+
+    Attributes:
+        admitted: what it was admitted with.
+        tokens: prompt, and the answer so far.
+        ranks: owners of its blocks.
+        blocks: their numbers there.
+    """
+
+    admitted: NewRequest
+    tokens: list[int]
+    ranks: Int64s
+    blocks: Int64s
+
+
+class _Scoring:
+    """Log-probabilities of a prompt's tokens, from the logits before each.
+
+    Attributes:
+        found: log-probabilities by position.
+        failed: why some have none; None: all have.
+    """
+
+    def __init__(self, sequence: _Sequence) -> None:
+        self._admitted, self.found = sequence.admitted, dict[int, TokenLogprobs]()
+        self.failed: str | None = None
+
+    def __call__(self, positions: Int64s, logits: torch.Tensor) -> None:
+        """Takes logits `[positions, vocabulary]`."""
+        tokens, count = self._admitted.tokens, self._admitted.logprobs or 0
+        for position, row in zip(positions.tolist(), logits, strict=True):
+            if position + 1 < self._admitted.prompt:
+                try:
+                    found = TokenLogprobs.of(row, tokens[position + 1], count)
+                except UnusableLogitsError as error:
+                    self.failed = str(error)
+                    return
+                self.found[position + 1] = found
+
+
+class Worker:
+    """One process of a rank of a model.
+
+    Args:
+        settings: configuration of the engine.
+        device: device of the weights.
+        trace: timeline of the iterations; None: there is none.
+
+    Attributes:
+        logits: logits of the tokens that this process chose in the last iteration, by sequence,
+            float32 `[vocabulary]`.
+    """
+
+    def __init__(
+        self, settings: EngineConfig, device: torch.device, trace: Trace | None = None
+    ) -> None:
+        self._settings, self._device = settings, device
+        self._trace = trace or Trace(device)
+        size = settings.tensor_parallel_size
+        dtype, trusted = DTYPES[settings.dtype], settings.trust_remote_code
+        model = read_model(settings.model, dtype, size, trusted, checks_weights=False)
+        timeout = timedelta(seconds=settings.step_timeout)
+        group, tensor_ranks = join_ranks(size, timeout)
+        if settings.split is not None:
+            tensor_ranks = share_rows(tensor_ranks, settings.split, device, timeout)
+        self._process, self._rank = dist.get_rank(), group.rank()
+        self._transport = make_transport(settings.transport, group, device, timeout)
+        kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
+        buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
+        core = CoreAttention(self._transport, kernel, buffers, trace=self._trace)
+        servers = settings.limits.servers
+        computes = self._rank < settings.world_size - servers
+        capture = capture_for(model, device, settings.enforce_eager) if computes else None
+        # Moves of blocks have buffers of their own.
+        self._model = PoolModel(
+            model,
+            core,
+            device,
+            settings.block_size,
+            tensor_ranks,
+            capture,
+            make_transport(settings.transport, group, device, timeout)
+            if settings.moves_blocks
+            else None,
+            computes,
+            settings.split,
+        )
+        self._sequences: dict[int, _Sequence] = {}
+        self._next, self._ran = 0, False
+        self.logits: dict[int, torch.Tensor] = {}
+
+    @property
+    def room(self) -> int:
+        """Blocks that there is room for beside the weights."""
+        return self._model.room(self._settings)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all layers of this process."""
+        return self._model.block_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this process's weights."""
+        return self._model.weight_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent to others."""
+        return self._model.bytes_sent
+
+    def begin(self, blocks: int) -> None:
+        """Allocates the pool."""
+        self._model.begin(blocks)
+
+    def take_in(self, iteration: ExecuteBatch) -> list[BatchEntry]:
+        """Takes in what an iteration changes, which must be the next, without a part in it."""
+        assert iteration.number == self._next, "an iteration is missing"
+        self._next += 1
+        self._ran, self.logits = False, {}
+        self._model.move(iteration.moves)
+        for number in iteration.drop:
+            self._sequences.pop(number, None)
+            self._model.drop(number)
+        for admit in iteration.admit:
+            nothing = np.zeros(0, dtype=np.int64)
+            self._sequences[admit.number] = _Sequence(admit, list(admit.tokens), nothing, nothing)
+        return self._parts(iteration)
+
+    def run(self, iteration: ExecuteBatch) -> ModelOutput:
+        """Runs an iteration, which must be the next."""
+        begin = time.perf_counter()
+        sent = self._model.bytes_sent
+        parts = self.take_in(iteration)
+        settings = self._settings
+        plan = plan_iteration(
+            parts,
+            settings.masks,
+            settings.block_size,
+            settings.world_size,
+            settings.strategy,
+            settings.head_groups,
+        )
+        planned = time.perf_counter()
+        scoring = {
+            part.sequence: _Scoring(sequence)
+            for part in parts
+            if (sequence := self._sequences[part.sequence]).admitted.scored
+            and part.start < sequence.admitted.prompt
+        }
+        if self._rank in plan.members or not self._settings.members_only:
+            fed = {
+                part.sequence: self._sequences[part.sequence].tokens[
+                    part.start : part.start + part.count
+                ]
+                for part in parts
+            }
+            with self._transport.checked(), self._trace.span(*_span(plan)):
+                self.logits = self._model.run(plan, fed, scoring)
+            self._ran = True
+        chosen = [
+            choose_token(
+                self._sequences[feed.number].admitted,
+                self._sequences[feed.number].tokens,
+                self.logits[feed.number],
+            )
+            for feed in iteration.feed
+            if feed.samples and feed.number in self.logits
+        ]
+        chosen += [
+            SampledToken(number, -1, None, each.failed)
+            for number, each in scoring.items()
+            if each.failed is not None
+        ]
+        return ModelOutput(
+            self._process,
+            iteration.number,
+            chosen,
+            int(plan.new_tokens[self._rank]),
+            self._model.bytes_sent - sent,
+            planned - begin,
+            time.perf_counter() - begin,
+            [Scores(number, each.found) for number, each in scoring.items() if each.found],
+            self._bytes_by_sequence(plan),
+        )
+
+    def where_not_finite(self) -> str:
+        """Says where the model stopped being finite in the last iteration. Collective.
+
+        Returns:
+            End of a sentence; empty if nothing is found.
+        """
+        return self._model.where_not_finite(self._ran)
+
+    def _bytes_by_sequence(self, plan: BatchPlan) -> dict[int, int]:
+        """Bytes that an iteration moved for each sequence, which one process alone counts."""
+        if not self._settings.counts_bytes or not plan.members:
+            return {}
+        if self._process != min(plan.members) * self._settings.tensor_parallel_size:
+            return {}
+        return self._model.bytes_by_sequence()
+
+    def _parts(self, iteration: ExecuteBatch) -> list[BatchEntry]:
+        """Takes in what is fed."""
+        for feed in iteration.feed:
+            sequence = self._sequences[feed.number]
+            if feed.token is not None:
+                sequence.tokens.append(feed.token)
+            if feed.blocks:
+                ranks, blocks = np.array([feed.ranks, feed.blocks], dtype=np.int64)
+                sequence.ranks = np.append(sequence.ranks, ranks)
+                sequence.blocks = np.append(sequence.blocks, blocks)
+                self._model.add_blocks(feed.number, blocks[ranks == self._rank].tolist())
+        changed = set()
+        for move in iteration.moves:
+            if (moved := self._sequences.get(move.sequence)) is not None:
+                moved.ranks[move.index], moved.blocks[move.index] = move.to, move.becomes
+                if self._rank in (move.source, move.to):
+                    changed.add(move.sequence)
+        for number in changed:
+            moved = self._sequences[number]
+            self._model.set_blocks(number, moved.blocks[moved.ranks == self._rank].tolist())
+        parts, limits = [], self._settings.limits
+        for feed in iteration.feed:
+            sequence = self._sequences[feed.number]
+            dense = not is_long(sequence.admitted.prompt, limits)
+            parts.append(BatchEntry(feed.number, feed.start, feed.count, sequence.ranks, dense))
+        return parts
+
+
+def _span(plan: BatchPlan) -> tuple[str, str]:
+    """Name and lane of an iteration on the timeline."""
+    parts = []
+    if plan.chunks is not None:
+        parts.append(f"prefill: {int(plan.chunks.new.tokens_per_rank().sum())} tokens")
+    if plan.decode is not None:
+        parts.append(f"decode: {len(plan.decode.sequences)} tokens")
+    return ", ".join(parts), "ticks"

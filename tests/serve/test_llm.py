@@ -1,0 +1,82 @@
+"""The library as a program uses it: alone, and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.inference.llm import LLM, configure
+from distca.inference.models import read_model
+from distca.inference.sampling import SamplingParams
+from support.small_models import save_small_model
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "generating.md"
+
+
+def program(folder: Path, ranks: int) -> str:
+    """The program of the guide, with a model of its own."""
+    shown = re.search(r"\n((?:    .*\n|\n)*    import torch\n(?:    .*\n|\n)*)", GUIDE.read_text())
+    assert shown is not None
+    text = re.sub(r"^    ", "", shown[1], flags=re.M)
+    assert "path/to/model" in text
+    assert "context_parallel_size=2" in text
+    text = text.replace("context_parallel_size=2", f"context_parallel_size={ranks}")
+    return text.replace("path/to/model", str(folder))
+
+
+def run(file: Path, *launcher: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(file)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_guide_s_program_answers_alike_alone_and_under_torchrun(tmp_path: Path) -> None:
+    folder = save_small_model("llama", tmp_path)
+    for ranks in (1, 2):
+        (tmp_path / f"{ranks}.py").write_text(program(folder, ranks))
+    alone = run(tmp_path / "1.py").splitlines()
+    assert len(alone) == 2
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    both = run(tmp_path / "2.py", *torchrun).splitlines()
+    assert sorted(both) == sorted(alone * 2)
+
+
+def test_as_many_processes_are_needed_as_are_configured(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    try:
+        with pytest.raises(ValueError, match=r"2 processes are needed, and there are 1"):
+            LLM(configure(model, context_parallel_size=2))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_later_prompt_finds_the_blocks_of_an_earlier_one(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    try:
+        llm = LLM(configure(model, block_size=4))
+        sampling = SamplingParams(max_tokens=3)
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        (first,) = llm.generate([prompt], sampling, n=2)
+        computed = llm.engine.counts.computed
+        told: list[tuple[int, int]] = []
+        (again,) = llm.generate([prompt], sampling, on_token=lambda *each: told.append(each))
+        assert again.outputs[0].token_ids == first.outputs[0].token_ids
+        assert told == [(0, token) for token in again.outputs[0].token_ids]
+        # The last token of the prompt, which is not of a full block, and those of the answer.
+        assert llm.engine.counts.computed - computed == 1 + 2
+        with pytest.raises(ValueError, match="need more than the"):
+            llm.generate([prompt, [1] * 10_000_000], sampling)
+        assert llm.engine.scheduler.waiting == llm.engine.scheduler.running == 0
+    finally:
+        torch.distributed.destroy_process_group()
