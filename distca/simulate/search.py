@@ -419,12 +419,14 @@ def advise(
             (with_chains, _WORTH_IT),
             (without_latents, 1.0),
             # A tolerance costs a user nothing.
-            (lambda best, _: [replace(best, tolerance=each) for each in tolerances], 1.0),
+            (lambda best, _: _with(tolerances, best), 1.0),
             (with_kept_inputs, 1.0),
             (without_ping_pong, 1.0),
             # Last, so that a faster network has the plan with which the search for the slower one
             # ended.
             (with_slower_links, 1.0),
+            # The slower network's search may have ended with another tolerance.
+            (lambda best, _: _with(tolerances, best) if best.network_divisor > 1 else [], 1.0),
         ),
     )
     evaluate = (trials or Trials(workload, batches)).first
@@ -436,6 +438,11 @@ def advise(
 
     found = {system: choice(system) for system in sorted(systems, key=_turn)}
     return [found[system] for system in systems]
+
+
+def _with(tolerances: Sequence[float], candidate: Candidate) -> list[Candidate]:
+    """Returns a configuration with each of some tolerances."""
+    return [replace(candidate, tolerance=each) for each in tolerances]
 
 
 def _turn(system: str) -> int:

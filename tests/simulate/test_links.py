@@ -26,6 +26,7 @@ from distca.simulate import (
     simulate,
     training_flags,
 )
+from distca.simulate.search import advise
 from distca.simulate.space import with_slower_links
 from support.simulated import IDEAL
 
@@ -229,3 +230,17 @@ def test_twice_the_network_is_not_slower() -> None:
     (flag,) = [each for each in training_flags(best, workload) if "network" in each]
     planned = cluster.links(2).network_gb_per_s / best.network_divisor
     assert flag == f"--distca-network-gb-per-s {planned}"
+
+
+def test_the_search_finds_a_slower_network_s_plan_with_its_tolerance() -> None:
+    """A job that was slower on the faster network: the plan has another tolerance, too."""
+    lengths = cut_to_pieces(draw(DISTRIBUTIONS["pretrain"], 8 * 65536, 0), 65536)
+    batches = [pack_sequences(lengths, 8, 65536)]
+    seconds = []
+    for speed in (200.0, 400.0):
+        cluster = replace(CLUSTERS["dgx-h200"], network_gb_per_s=speed)
+        workload = Workload(MODELS["llama-8b"], cluster, 16, 65536, 8)
+        found = advise(workload, batches, ["tiles"], [1], [1], 1, (0.02, 0.05))
+        assert found[0].candidate is not None
+        seconds.append(found[0].seconds)
+    assert seconds[1] <= seconds[0]
