@@ -228,7 +228,7 @@ class Layer:
         for rank, (attention, batch) in enumerate(zip(ranks, batches, strict=True)):
             exchanges = attention.buffers.place([build_exchange(plan, rank) for plan in plans])
             only = planned.micro_batches[0]
-            made = batch.micro_batch(only, {}, [None] * len(only.plans))
+            made = batch.micro_batch(only, [None] * len(only.plans))
             micro_batch = made.to(self._device)
             halves.append(self._of_server(attention, exchanges, micro_batch))
         self.transports[name] = [attention.transport for attention in ranks]

@@ -109,7 +109,7 @@ NOT_RUN = {
     r"python benchmarks/training/(throughput|more_ranks)\.py.*": "takes minutes",
     r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",
     r"python benchmarks/(cluster/claims|pages)\.py.*": "tests/benchmarks runs what it does",
-    r"python benchmarks/cluster/paper\.py (all|beyond|chains|fig12|table.*|today) .*": "hours",
+    r"python benchmarks/cluster/paper\.py (all|beyond|chains|fig12|table.*|today.*) .*": "hours",
     r"(sudo )?python benchmarks/serving/sparse_prefill\.py .*": "needs root",
     r"python benchmarks/serving/(chain_prefill|layouts)\.py .*": "takes minutes",
     r"python benchmarks/serving/(cdsp_capacity|decode_step|ring_prefill)\.py .*": "takes minutes",

@@ -12,7 +12,8 @@ import pytest
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.loop.preflight import check_read, check_written, lock_save
+from megatron_patches.flags.sizes import checkpoint_bytes
+from megatron_patches.loop.preflight import check_boards, check_read, check_trace, lock_save
 from megatron_patches.parts import parse_args
 from support.checkpoints import write_checkpoint
 from support.pretraining import FLAGS, TOKENIZER, kill_all, run, start
@@ -139,8 +140,10 @@ def line_of(flags: list[str], corpus: str) -> str:
         args = accepted(flags, corpus)
         config = DistcaConfig.from_args(args)
         check_read(config, args)
-        check_written(config, args)
-        lock_save(args, {})
+        check_boards(args)
+        check_trace(config)
+        if args.save is not None:
+            lock_save(Path(args.save), checkpoint_bytes(args), {})
     except ValueError as error:
         return str(error)
     raise AssertionError("it was accepted")
