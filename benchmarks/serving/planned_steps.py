@@ -20,7 +20,7 @@ from distca.schedule.serving.partitions import Chain
 
 
 class PlannedSteps:
-    """Sequences and their blocks, alike on all ranks.
+    """Sequences and their blocks, the same on all ranks.
 
     Args:
         masks: masks of the model's layers.
@@ -47,7 +47,7 @@ class PlannedSteps:
         strategy: PrefillStrategy = "pass-kv",
         chain: Chain | Levels | None = None,
     ) -> Step:
-        """Plans the step that feeds so many more tokens of sequences.
+        """Plans the step that feeds more tokens of sequences.
 
         Args:
             counts: new tokens by sequence; one token of a sequence that is known is decoded.

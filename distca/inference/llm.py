@@ -4,9 +4,8 @@
     [answered] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
     answered.outputs[0].token_ids
 
-On several ranks it is a program under `torchrun`, each process of which makes one `LLM` and calls
-it alike. Each has an engine of its own: they decide the same, so that nothing but the tokens that
-were chosen has to be sent.
+On several ranks `torchrun` starts the program. Each process makes one `LLM`, and all make the same
+calls. Each has its own engine. All engines decide the same, so only the chosen tokens are sent.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """Requests and blocks, alike on all processes."""
+        """Requests and blocks, the same on all processes."""
         return self._engine
 
     @property
@@ -275,8 +274,9 @@ class LLM:
         cpu, wall = time.process_time(), time.perf_counter()
         request = AddRequest(0, 0, [n % 2 for n in range(tokens)], SamplingParams(1))
         self._engine.add(request, chain)
-        while self._step({0: Completion()}) == []:
-            pass
+        outputs: list[Output] = []
+        while not outputs:
+            outputs = self._step({0: Completion()})
         return time.process_time() - cpu, time.perf_counter() - wall
 
     def _abort(self, requests: Sequence[AddRequest]) -> None:
