@@ -10,15 +10,14 @@ are a pure function of the documents and the options, the same on every rank:
    of their own with that placement: under a window equally many tokens see about as much. With
    server pools (`server_pools.py`) each pool plans its own documents over its own ranks;
 3. in each tick (`tick_schedule.py`) the plans of all stages that work become one plan over the
-   servers of all stages (`pooling.py`), in which servers with less linear work take more
-   (`tick_speeds.py`).
+   servers of all stages (`pooling.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from distca.plan.span import Int64s
 from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
 from distca.schedule.program import Pass
 from distca.schedule.schedulers import BALANCING, make_scheduler
-from distca.schedule.tiles.scheduler import move_tiles
 from distca.schedule.training.micro_batches import cut_chain, share_out
 from distca.schedule.training.nano_batches import NanoPlan, plan_chain
 from distca.schedule.training.planned_batch import (
@@ -38,10 +36,10 @@ from distca.schedule.training.planned_batch import (
     PlannedMicroBatch,
     PlannedTick,
 )
-from distca.schedule.training.pooling import pool_nano_batches, side_by_side
+from distca.schedule.training.pooling import TickPlanner
 from distca.schedule.training.server_pools import ServerPools
 from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
-from distca.schedule.training.tick_speeds import AtHome, LinearWork, load_of_a_pair, tick_speeds
+from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
 _tick_schedule = lru_cache(maxsize=256)(tick_schedule)
@@ -241,21 +239,7 @@ class GlobalBatchPlanner:
             micro_batches: all micro-batches of the global batch.
             ticks: some or all of its ticks.
         """
-        together: dict[tuple[bool, tuple[int | None, ...]], tuple[tuple[Plan, ...], int]] = {}
-        at_home = AtHome(self.servers, self.world_size, self.config.cost_model)
-        planned = []
-        for tick in ticks:
-            running = tuple(None if work is None else work.micro_batch for work in tick.work)
-            key = self._runs_head(tick), running
-            if key not in together:
-                plans = self._pooled(
-                    [None if number is None else micro_batches[number] for number in running],
-                    self._runs_head(tick),
-                    at_home,
-                )
-                together[key] = plans, len(together)
-            planned.append(PlannedTick(tick, *together[key]))
-        return tuple(planned)
+        return self._tick_planner.ticks(micro_batches, ticks)
 
     def _chain(self, documents: Documents, first: int) -> list[PlannedMicroBatch]:
         """Plans the micro-batches that share documents; often that is a single one.
@@ -329,48 +313,6 @@ class GlobalBatchPlanner:
             validate_plan(plan)
         return replace(nano, plan=plan)
 
-    def _pooled(
-        self, stages: Sequence[PlannedMicroBatch | None], runs_head: bool, at_home: AtHome
-    ) -> tuple[Plan, ...]:
-        """Makes a tick's plans from the micro-batch of each stage, None for idle stages."""
-        if (pools := self._server_pools) is not None:
-            (only,) = stages
-            assert only is not None
-            of_pools = [
-                planner._pooled([part], runs_head, at_home)
-                for planner, part in zip(self._pool_planners, only.pools, strict=True)
-            ]
-            return tuple(
-                side_by_side(plans, pools.ranks(), self.world_size)
-                for plans in zip(*of_pools, strict=True)
-            )
-        of_masks = [None if stage is None else (stage.plans, *stage.others) for stage in stages]
-        return tuple(
-            plan
-            for number in range(len(self.masks.masks))
-            for plan in self._pooled_with(
-                [None if each is None else each[number] for each in of_masks], runs_head, at_home
-            )
-        )
-
-    def _pooled_with(
-        self, nano_plans: Sequence[Sequence[NanoPlan] | None], runs_head: bool, at_home: AtHome
-    ) -> tuple[Plan, ...]:
-        """Makes a tick's plans with one mask from the plans of each stage."""
-        config = self._config_of_tick(nano_plans, runs_head, at_home)
-        plans = pool_nano_batches(
-            nano_plans,
-            self.servers,
-            make_scheduler(self.options.scheduler, config) if self._pools else None,
-            partial(move_tiles, config=config) if self.options.scheduler in BALANCING else None,
-            self.world_size,
-        )
-        for plan in plans if self.checks else ():
-            # Any other plan is a micro-batch's own, which was validated.
-            if len(nano_plans) > 1 or self._pools or plan.cached_prefix is not None:
-                validate_plan(plan)
-        return plans
-
     def _loads(self, lengths: Int64s) -> np.ndarray:
         """Returns the loads of documents, over the layers of the masks' pattern."""
         masks, cost_model = self.masks, self.config.cost_model
@@ -404,8 +346,9 @@ class GlobalBatchPlanner:
 
     @cached_property
     def _pool_planners(self) -> tuple[GlobalBatchPlanner, ...]:
-        """Planner of each server pool, over its own ranks."""
-        assert self._server_pools is not None
+        """Planner of each server pool, over its own ranks; none: all ranks are one pool."""
+        if self._server_pools is None:
+            return ()
         planners = []
         for ranks in self._server_pools.ranks():
             speeds = self.config.server_speeds
@@ -419,11 +362,6 @@ class GlobalBatchPlanner:
                 )
             )
         return tuple(planners)
-
-    @property
-    def _pools(self) -> bool:
-        """Whether tasks may leave their stage."""
-        return (self.stages > 1 and self.options.pool_stages) or self.dedicated > 0
 
     @cached_property
     def _stage_config(self) -> ScheduleConfig:
@@ -440,40 +378,25 @@ class GlobalBatchPlanner:
     def _scheduler(self) -> Scheduler:
         return make_scheduler(self.options.scheduler, self._stage_config)
 
-    def _runs_head(self, tick: Tick) -> bool:
-        """Returns whether the last stage's output layer counts when servers share a tick's
-        attention."""
-        last = tick.work[-1]
-        return self._shares_by_time and last is not None and last.chunk == self.options.chunks - 1
-
-    @property
-    def _shares_by_time(self) -> bool:
-        """Whether servers with less linear work take more attention.
-
-        Without ping-pong there is nothing that they could compute while others are at theirs.
-        Dedicated servers were not tried.
-        """
+    @cached_property
+    def _tick_planner(self) -> TickPlanner:
         options = self.options
-        able = self._pools and not self.dedicated and options.ping_pong
-        return able and options.scheduler == "tiles" and self.linear_work is not None
-
-    def _config_of_tick(
-        self, stages: Sequence[Sequence[NanoPlan] | None], runs_head: bool, at_home: AtHome
-    ) -> ScheduleConfig:
-        """Makes the configuration of the scheduler that shares out a tick's attention."""
-        config, work = self.config, self.linear_work
-        if not self._pools:
-            return self._stage_config
-        if not self._shares_by_time or work is None:
-            return config
-        attention, tokens = at_home.count(stages)
-        pairs = tokens.astype(np.float64) * work.layer
-        if runs_head:
-            pairs[self.servers[-1]] += tokens[self.servers[-1]] * work.head
-        speeds = tick_speeds(
-            attention, pairs * load_of_a_pair(config.cost_model), config.speeds_of(self.world_size)
+        shared = (self.stages > 1 and options.pool_stages) or self.dedicated > 0
+        # Without ping-pong there is nothing that servers with less linear work could compute while
+        # others are at theirs. Dedicated servers were not tried.
+        by_time = shared and not self.dedicated and options.ping_pong
+        return TickPlanner(
+            self.servers,
+            self.world_size,
+            self.config if shared else self._stage_config,
+            self.masks,
+            options.scheduler,
+            shared,
+            self.linear_work if by_time and options.scheduler == "tiles" else None,
+            options.chunks,
+            self.checks,
+            tuple(planner._tick_planner for planner in self._pool_planners),
         )
-        return replace(config, server_speeds=tuple(speeds.tolist()))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,146 @@
-"""Pooling: one plan for all stages of a pipeline that work at the same time (Section 4.1)."""
+"""Pooling: one plan for all stages of a pipeline that work at the same time (Section 4.1).
+
+Servers with less linear work take more of a tick's attention (`tick_speeds.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from distca.plan import Placement, Plan, Tasks
+from distca.plan import LayerMasks, Placement, Plan, Tasks, validate_plan
 from distca.plan.span import Int64s
-from distca.schedule.base import Scheduler
+from distca.schedule.base import ScheduleConfig, Scheduler
+from distca.schedule.schedulers import BALANCING, make_scheduler
+from distca.schedule.tiles.scheduler import move_tiles
 from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, with_cached_prefixes
+from distca.schedule.training.planned_batch import PlannedMicroBatch, PlannedTick
+from distca.schedule.training.tick_schedule import Tick
+from distca.schedule.training.tick_speeds import AtHome, LinearWork, load_of_a_pair, tick_speeds
+
+
+@dataclass(frozen=True)
+class TickPlanner:
+    """Plans the ticks of global batches over the servers of all stages.
+
+    Attributes:
+        servers: number of each data-parallel rank of each stage among the servers, int64
+            `[stages, data-parallel ranks]`.
+        world_size: number of all servers, including those that hold no model.
+        config: configuration of the schedulers that plan a tick.
+        masks: masks of a model chunk's layers.
+        scheduler: name of the scheduler.
+        shared: whether tasks may leave their stage.
+        linear_work: linear layers of the model, where servers with less of them take more
+            attention; None: attention alone counts.
+        chunks: number of model chunks of each stage.
+        checks: whether plans are validated.
+        server_pools: planner of each server pool; empty: one pool has all ranks.
+    """
+
+    servers: Int64s
+    world_size: int
+    config: ScheduleConfig
+    masks: LayerMasks
+    scheduler: str
+    shared: bool
+    linear_work: LinearWork | None
+    chunks: int
+    checks: bool
+    server_pools: tuple[TickPlanner, ...] = ()
+
+    def ticks(
+        self, micro_batches: Sequence[PlannedMicroBatch], ticks: Sequence[Tick]
+    ) -> tuple[PlannedTick, ...]:
+        """Plans ticks. Those that run the same micro-batches share their plans.
+
+        Args:
+            micro_batches: all micro-batches of the global batch.
+            ticks: some or all of its ticks.
+        """
+        together: dict[tuple[bool, tuple[int | None, ...]], tuple[tuple[Plan, ...], int]] = {}
+        at_home = AtHome(self.servers, self.world_size, self.config.cost_model)
+        planned = []
+        for tick in ticks:
+            running = tuple(None if work is None else work.micro_batch for work in tick.work)
+            key = self._counts_head(tick), running
+            if key not in together:
+                stages = [None if number is None else micro_batches[number] for number in running]
+                together[key] = self._plans(stages, key[0], at_home), len(together)
+            planned.append(PlannedTick(tick, *together[key]))
+        return tuple(planned)
+
+    def _counts_head(self, tick: Tick) -> bool:
+        """Returns whether the last stage's output layer counts when attention is shared out."""
+        last = tick.work[-1]
+        return self.linear_work is not None and last is not None and last.chunk == self.chunks - 1
+
+    def _plans(
+        self, stages: Sequence[PlannedMicroBatch | None], counts_head: bool, at_home: AtHome
+    ) -> tuple[Plan, ...]:
+        """Makes a tick's plans, with each mask in turn.
+
+        Args:
+            stages: micro-batch of each stage; None: the stage is idle.
+            counts_head: whether the last stage's output layer counts.
+            at_home: what ranks compute if no task leaves its stage.
+        """
+        if self.server_pools:
+            (only,) = stages
+            assert only is not None
+            of_pools = [
+                planner._plans([part], counts_head, at_home)
+                for planner, part in zip(self.server_pools, only.pools, strict=True)
+            ]
+            ranks = self.servers.reshape(len(of_pools), -1)
+            return tuple(
+                side_by_side(plans, ranks, self.world_size) for plans in zip(*of_pools, strict=True)
+            )
+        of_masks = [None if stage is None else (stage.plans, *stage.others) for stage in stages]
+        return tuple(
+            plan
+            for number in range(len(self.masks.masks))
+            for plan in self._plans_with_a_mask(
+                [None if each is None else each[number] for each in of_masks], counts_head, at_home
+            )
+        )
+
+    def _plans_with_a_mask(
+        self, stages: Sequence[Sequence[NanoPlan] | None], counts_head: bool, at_home: AtHome
+    ) -> tuple[Plan, ...]:
+        """Makes a tick's plans with one mask from the plans of each stage."""
+        config = self._config_of_tick(stages, counts_head, at_home)
+        plans = pool_nano_batches(
+            stages,
+            self.servers,
+            make_scheduler(self.scheduler, config) if self.shared else None,
+            partial(move_tiles, config=config) if self.scheduler in BALANCING else None,
+            self.world_size,
+        )
+        for plan in plans if self.checks else ():
+            # Any other plan is a micro-batch's own, which was validated.
+            if len(stages) > 1 or self.shared or plan.cached_prefix is not None:
+                validate_plan(plan)
+        return plans
+
+    def _config_of_tick(
+        self, stages: Sequence[Sequence[NanoPlan] | None], counts_head: bool, at_home: AtHome
+    ) -> ScheduleConfig:
+        """Returns the configuration with the speeds by which a tick's attention is shared out."""
+        config, work = self.config, self.linear_work
+        if work is None:
+            return config
+        attention, tokens = at_home.count(stages)
+        pairs = tokens.astype(np.float64) * work.layer
+        if counts_head:
+            pairs[self.servers[-1]] += tokens[self.servers[-1]] * work.head
+        speeds = tick_speeds(
+            attention, pairs * load_of_a_pair(config.cost_model), config.speeds_of(self.world_size)
+        )
+        return replace(config, server_speeds=tuple(speeds.tolist()))
 
 
 def pool(
