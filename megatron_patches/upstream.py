@@ -141,6 +141,7 @@ def with_distca(
     add = add_arguments if documents is None else _adding(name_of(documents))
 
     def parsed(args: Namespace, whole: bool) -> None:
+        # The configuration is made in the hooks that this applies.
         if args.distca:
             refuse_a_file_of_flags(args.yaml_cfg, environment)
             hooks.adapt_megatron_loop(run, args.async_save)

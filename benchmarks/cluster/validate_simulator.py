@@ -224,7 +224,7 @@ def predictions_of(
                 args = parsed(setting, flags)
                 # Megatron-LM pads it when it builds the tokenizer.
                 args.padded_vocab_size = model.vocab_size
-                mode = MODES[0] if args.distca_ping_pong else MODES[1]
+                mode = MODES[0] if DistcaConfig.from_args(args).ping_pong else MODES[1]
                 predicted, plans = predict(setting, model, mix, args, machine, profile)
             found.append(Prediction(setting.stages, mix, name, mode, measured, predicted, plans))
     return found

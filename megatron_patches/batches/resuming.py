@@ -87,6 +87,7 @@ def with_max_document_tokens(config: DistcaConfig, args: Namespace, pieces: int)
         args: Megatron-LM's arguments, which a checkpoint holds.
         pieces: most tokens of a piece of a document, or of a pack of whole ones.
     """
+    # Megatron-LM saves its arguments alone.
     args.distca_max_document_length = pieces
     return replace(config, documents=replace(config.documents, max_length=pieces))
 

@@ -62,6 +62,7 @@ def free_port() -> str:
 def test_the_printed_flags_are_accepted(script, model) -> None:
     """Every model in every script: sizes that divide, flags that go together, and 80 GB GPUs that
     hold them."""
+    from megatron_patches.flags.config import DistcaConfig
     from megatron_patches.parts import parse_args
 
     here = ["--processes", "8"] if script == "local.sh" else []
@@ -78,7 +79,7 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
         assert (args.num_layers, args.hidden_size) == (size.layers, size.hidden_size)
         assert (args.num_attention_heads, args.num_query_groups) == (size.heads, size.kv_heads)
         assert (args.ffn_hidden_size, args.kv_channels) == (size.ffn_hidden_size, size.head_dim)
-        longest = args.distca_max_document_length
+        longest = DistcaConfig.from_args(args).documents.max_length
         assert longest is None or longest <= args.data_parallel_size * args.seq_length
         assert least_bytes(args, size) < CLUSTERS["dgx-h100"].usable_bytes
 
@@ -102,6 +103,7 @@ def test_torch_s_allocator_joins_pieces_unless_told_otherwise(script: str) -> No
 )
 def test_one_machine_with_any_number_of_gpus(processes: int, tensor: int, tmp_path: Path) -> None:
     """As many as CUDA shows, and tensor parallelism that divides them, if nothing is told."""
+    from megatron_patches.flags.config import DistcaConfig
     from megatron_patches.parts import parse_args
 
     smi = tmp_path / "nvidia-smi"
@@ -123,7 +125,7 @@ def test_one_machine_with_any_number_of_gpus(processes: int, tensor: int, tmp_pa
     args = parse_args(flags, world_size=processes)
     assert args.tensor_model_parallel_size == tensor
     assert args.data_parallel_size == processes // tensor
-    assert args.distca_gpus_per_node == processes
+    assert DistcaConfig.from_args(args).scheduling.gpus_per_node == processes
     told = [*flags, "--tensor-model-parallel-size", "1"]
     assert parse_args(told, world_size=processes).data_parallel_size == processes
 

@@ -43,7 +43,7 @@ def record(flags: Sequence[str], lengths: Sequence[int], steps: int) -> dict[str
             recorded: dict[str, Any] = {"serving": log.take()}
         else:
             recorded, made = _train(args, stream, processes, steps, log)
-    if args.distca:
+    if made is not None:
         transport = made.runtime.core_attention.transport
         recorded["bytes"] = {
             name: {WORDS.get(phase, phase): n for phase, n in sorted(counted.items()) if n}

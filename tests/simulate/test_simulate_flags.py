@@ -96,13 +96,12 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     for fewer in range(1, of_window):
         divides = workload.sequences * c.chain // c.micro_batches % fewer == 0
         assert not divides or fewer * workload.context % (128 * c.data * c.chain)
-    assert args.distca_max_document_length == workload.context
     assert args.max_position_embeddings >= workload.context
-    assert args.distca_scheduler == c.system
     flags = DistcaConfig.from_args(args)
+    assert flags.documents.max_length == workload.context
     pairs = None if c.pool_size is None else token_pairs(workload.costs_of(c))
     assert flags.execution_options(ParallelSizes.from_args(args).chunks) == options_of(c, pairs)
-    assert args.distca_backward == ("keep" if c.keeps_inputs else "resend")
+    assert flags.backward == ("keep" if c.keeps_inputs else "resend")
     config = schedule_config(flags, args, c.data * c.stages)
     assert config.tolerance == workload.tolerance
     assert config.links == workload.planned_links(c)

@@ -10,6 +10,7 @@ import torch
 
 from distca.runtime import CoreAttention, Trace
 from distca.transport import Channel, MessageSizes, Pending
+from megatron_patches.flags.config import DistcaConfig
 from support.models import make_run, memory_stream, parse
 from support.ranks import forget_megatron
 
@@ -35,7 +36,7 @@ def events_and_trace(
     args = parse(flags)
     training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
-    recorder = Recorder(made.runtime.core_attention, args.distca_ping_pong)
+    recorder = Recorder(made.runtime.core_attention, DistcaConfig.from_args(args).ping_pong)
     for chunk in run.model:
         recorder.watch(chunk)
     made.runtime.core_attention.trace.recording = True

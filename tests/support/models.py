@@ -130,7 +130,7 @@ def start_processes(args: Namespace) -> Any:
     from megatron_patches.pipeline.processes import Processes
     from support import training
 
-    dedicated, rank = args.distca_servers, dist.get_rank()
+    dedicated, rank = DistcaConfig.from_args(args).dedicated, dist.get_rank()
     processes = None
     if dedicated:
         # The group of all ranks gives way to a group of each kind, which meet in this store.
@@ -207,7 +207,7 @@ def train(
     serves_only = processes is not None and processes.serves_only
     run = serve if serves_only else partial(train_steps, steps=steps)
     done, made = run(args, stream, processes)
-    if args.distca:
+    if made is not None:
         transport = made.runtime.core_attention.transport
         done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
         done.bytes_planned = bytes_planned(args, made, steps)

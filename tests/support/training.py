@@ -35,7 +35,7 @@ class Run(parts.Run):
 
         # As the loop wraps those of data that it does not load itself.
         found = RerunDataIterator(getattr(self.data, which))
-        virtual = not self.args.distca and len(self.model) > 1
+        virtual = not DistcaConfig.from_args(self.args).enabled and len(self.model) > 1
         return [found] * len(self.model) if virtual else found
 
 
