@@ -23,7 +23,7 @@ the order in which a batch meets the files:
   `megatron_patches/model/cuda_graphs.py`;
 * core attention as a layer calls it: `megatron_patches/model/core_attention.py`, which hands it to
   `distca/runtime/core_attention.py`;
-* the loop around all of it, Megatron-LM's own: `megatron_patches/upstream.py` runs it, and
+* the loop around all of it, Megatron-LM's own: `megatron_patches/megatron_lm.py` runs it, and
   `megatron_patches/hooks.py` says what is replaced in it.
 
 What a plan is: `distca/plan`; who makes it: `distca/schedule`; how it is executed:

@@ -52,7 +52,7 @@ from megatron_patches.hooks import adapt_megatron_core
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
-from megatron_patches.pipeline.idle_ranks import serve_global_batch
+from megatron_patches.pipeline.attention_server import serve_global_batch
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.pipeline.servers import Servers, connect_servers
 from megatron_patches.pipeline.tick_pipeline import TickPipeline

@@ -1,6 +1,6 @@
 """DistCA on Megatron: the only package that imports it.
 
-`flags`, `batches`, `model`, `pipeline` and `loop` are the parts of a pretraining job. `upstream`
+`flags`, `batches`, `model`, `pipeline` and `loop` are the parts of a pretraining job. `megatron_lm`
 runs it in Megatron-LM's own loop. `hooks` is the table of all names of Megatron and torch that are
 replaced, `mcore_fixes` has mends, and `cpu` stand-ins for CUDA. `versions` levels what differs
 between versions of megatron-core, and `llama` converts checkpoints.

@@ -24,7 +24,7 @@ def main() -> None:
         sys.exit(_MISSING)
 
     # These imports take seconds.
-    from megatron_patches.upstream import pretrain
+    from megatron_patches.megatron_lm import pretrain
 
     pretrain(os.environ)
 

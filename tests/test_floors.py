@@ -45,8 +45,8 @@ FLOORS["distca.__main__"] = {"distca.commands"}
 FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__", "distca.runtime.serving"}
 # From below: each floor of training may import those before it.
 TRAINING = """
-    versions checkpoint_data cpu mcore_fixes flags model batches pipeline loop hooks upstream parts
-    pretrain check_run launch hugging_face llama
+    versions checkpoint_data cpu mcore_fixes flags model batches pipeline loop hooks megatron_lm
+    parts pretrain check_run launch hugging_face llama
 """.split()
 for floor in TRAINING:
     below = {f"megatron_patches.{each}" for each in TRAINING[: TRAINING.index(floor)]}

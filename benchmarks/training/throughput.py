@@ -196,7 +196,7 @@ def _refuse_flags(megatron_flags: Sequence[str]) -> None:
 
 def run_launched(setting: Setting, told: Mapping[str, str]) -> dict[str, Any] | None:
     """Measures in a process that a launcher started; returns the summaries on rank 0."""
-    from megatron_patches.loop.ending import ending_the_job_on_failure
+    from megatron_patches.loop.failure_report import ending_the_job_on_failure
 
     with ending_the_job_on_failure(told):
         begin(setting, int(told["RANK"]), int(told["LOCAL_RANK"]))

@@ -54,8 +54,12 @@ class PlannedReader:
     sequence_shards: int
 
     def documents(self, first_sample: int, micro_batches: int) -> list[Documents]:
-        """Reads the documents of each micro-batch, or chain, from a sample on, in the order of the
-        stream."""
+        """Reads the documents of micro-batches, or chains of them, in the order of the stream.
+
+        Args:
+            first_sample: sample at which the first one starts.
+            micro_batches: number of micro-batches.
+        """
         samples = self.layout.samples_per_micro_batch
         found = []
         for count in chain_sizes(micro_batches, self.planner.options.chain):

@@ -308,7 +308,11 @@ class TokenStream:
         )
 
     def in_passes(self, multiple: int) -> TokenStream:
-        """Returns the stream, filled up to a multiple of tokens, and read again and again."""
+        """Returns an endless stream of the same tokens, padded to a multiple.
+
+        Args:
+            multiple: number of tokens that divides the length of a pass.
+        """
         missing = padding_lengths(-int(self.offsets[-1] - self.offsets[0]) % multiple)
         padding = np.full_like(missing, len(self.corpora))
         return replace(
@@ -451,7 +455,7 @@ def _pieces(
 
 
 def _shuffled_epochs(lengths: Int64s, wanted: int, seed: tuple[int, int]) -> Int64s:
-    """Orders pieces for training, epoch after epoch, until they hold the wanted tokens."""
+    """Returns the order of pieces in training: shuffled epochs of at least `wanted` tokens."""
     per_epoch = int(lengths.sum())
     passes = wanted / per_epoch
     if passes * len(lengths) > _MOST_PIECES:

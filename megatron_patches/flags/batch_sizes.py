@@ -131,7 +131,7 @@ class BatchSizes:
                 )
 
     def _step_sizes(self) -> list[tuple[int, int]]:
-        """Parses `--step-batch-size-schedule`, whose thresholds are tokens, to first samples."""
+        """Parses `--step-batch-size-schedule`: the first sample and the size of each step."""
         try:
             return [(int(sample), int(size)) for sample, size in self._calculator().schedule]
         except (ValueError, AssertionError) as error:

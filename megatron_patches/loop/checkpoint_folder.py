@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_patches.checkpoint_data import read_index
-from megatron_patches.loop.ending import KnownElsewhere
+from megatron_patches.loop.failure_report import KnownElsewhere
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -177,7 +177,7 @@ def _read_index(checkpoint: Path) -> Metadata:
 
 
 def latest_whole_iteration(root: str | Path, but: Path | None = None) -> int | None:
-    """Returns the latest iteration whose checkpoint is whole, but for that of a folder."""
+    """Returns the latest iteration whose checkpoint is whole, apart from the folder `but`."""
     names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*"))
     for iteration in sorted((int(name) for name in names if name.isdigit()), reverse=True):
         folder = checkpoint_name(root, iteration)

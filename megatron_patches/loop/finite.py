@@ -1,4 +1,4 @@
-"""Ends a run whose loss, gradients or weights are not finite, by one line, and saves nothing bad.
+"""Ends a run whose loss, gradients or weights are not finite, and says so in one line.
 
 Megatron-LM checks the gradients of each rank before it reduces them
 (`megatron.core.rerun_state_machine`). It runs a step that fails again on the same data. If that

@@ -40,7 +40,7 @@ class Running(Protocol):
 
 
 def explain_saving(theirs: Callable[..., Any], run: Running) -> Callable[..., Any]:
-    """Saves as Megatron-LM does, with the tokenizer, and says why where that fails."""
+    """Saves a checkpoint with its tokenizer; an error says why it cannot be saved."""
 
     @functools.wraps(theirs)
     def save_checkpoint(iteration: int, model: Any, *args: Any, **named: Any) -> Any:
@@ -65,7 +65,7 @@ def explain_saving(theirs: Callable[..., Any], run: Running) -> Callable[..., An
 
 
 def explain_loading(theirs: Callable[..., Any], run: Running) -> Callable[..., Any]:
-    """Loads as Megatron-LM does, and says what is wrong with a checkpoint that cannot be loaded."""
+    """Loads a checkpoint; an error says what is wrong with it."""
 
     @functools.wraps(theirs)
     def load_checkpoint(

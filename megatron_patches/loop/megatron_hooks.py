@@ -162,7 +162,7 @@ def refuse_a_file_of_flags(file: str | None, environment: Mapping[str, str]) -> 
 
 
 def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    """Checks arguments as Megatron-LM does, then ours, and ends every rank with one line."""
+    """Checks Megatron-LM's arguments and ours; a wrong one ends all ranks with one line."""
 
     @functools.wraps(theirs)
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
@@ -287,7 +287,7 @@ def _serve(run: Run, args: Namespace, processes: Processes) -> NoReturn:
     """Serves until the job ends, and ends this process."""
     from megatron.training import training
 
-    from megatron_patches.pipeline.idle_ranks import serve
+    from megatron_patches.pipeline.attention_server import serve
 
     training.update_train_iters(args)
     complete = arguments_with_vocabulary()

@@ -35,7 +35,7 @@ from megatron_patches.loop.checkpoint_folder import (
     refuse_lost_tracker,
     suggest_checkpoint,
 )
-from megatron_patches.loop.ending import PATIENCE
+from megatron_patches.loop.failure_report import PATIENCE
 from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_model, saved_arguments
 from megatron_patches.loop.saved_vocabulary import check_vocabulary
@@ -50,7 +50,7 @@ INTEGRITY = "integrity.json"
 def preflight(
     config: DistcaConfig, args: Namespace, environment: Mapping[str, str]
 ) -> AbstractContextManager[object]:
-    """Tries what the flags name, on all ranks, and locks `--save`. Collective.
+    """Tries what the flags name and locks `--save`. Collective.
 
     Args:
         config: our flags.
@@ -236,7 +236,7 @@ def _unusable(flag: str, error: OSError) -> ValueError:
 
 
 def lock_save(folder: Path, needed: int, environment: Mapping[str, str]) -> SaveLock:
-    """Makes the folder of `--save`, and locks it, if there is room for a checkpoint.
+    """Makes and locks the folder of `--save`, which needs room for a checkpoint.
 
     Args:
         folder: folder of `--save`.
@@ -255,7 +255,7 @@ def lock_save(folder: Path, needed: int, environment: Mapping[str, str]) -> Save
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Checks that `--save`, which is there, has room for a checkpoint.
+    """Checks that the existing folder of `--save` has room for a checkpoint.
 
     Args:
         folder: folder of `--save`.

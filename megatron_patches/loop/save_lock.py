@@ -32,7 +32,7 @@ class SaveLock:
 
     @staticmethod
     def take(folder: Path, environment: Mapping[str, str]) -> SaveLock:
-        """Makes the folder, if there is none, and locks it.
+        """Locks a folder, which is made if it is missing.
 
         Args:
             folder: folder of `--save`.

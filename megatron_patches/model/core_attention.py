@@ -20,7 +20,7 @@ from distca.plan import LayerMasks
 from distca.runtime import CoreAttention, EventCursor, SentLatents, TimedKernel
 from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
-from megatron_patches.model.sent_latents import LatentSource
+from megatron_patches.model.mla_latents import LatentSource
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class DenseCoreAttention(_AnyHeads):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Computes core attention with the layer's one of the masks `[1, masks, ...]`."""
+        """Computes core attention with the mask of this layer, one of `[1, masks, ...]`."""
         (number,) = self._masks.select(range(len(self._masks.masks)), self._layer)
         own = attention_mask[:, number : number + 1]
         return super().forward(query, self._of_all_heads(key), value, own, *args, **kwargs)

@@ -71,7 +71,7 @@ class CudaGraphEngine:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """See `GraphEngine`. Runs thrice on another stream, as `make_graphed_callables` does."""
+        """Runs a function three times on another stream, as `make_graphed_callables` does."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             for _ in range(3):
@@ -81,7 +81,7 @@ class CudaGraphEngine:
     def capture(
         self, function: Callable[[], Tensors], *, outlasts: bool
     ) -> tuple[Tensors, Callable[[], None]]:
-        """See `GraphEngine`."""
+        """Captures a function into a CUDA graph: see `GraphEngine`."""
         graph = torch.cuda.CUDAGraph()
         pool = None if outlasts else self._pool
         # Other threads call CUDA meanwhile: NCCL's watchdog, and the one that makes batches.

@@ -38,9 +38,9 @@ from megatron_patches.model.latent_attention import (
     average_gradients_of_query_norms,
     rotate_layers_by_position_ids,
 )
+from megatron_patches.model.mla_latents import send_latents
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
-from megatron_patches.model.sent_latents import send_latents
 
 CoreAttentionKind = Literal["disaggregated", "packed", "dense mask", "megatron"]
 

@@ -2,8 +2,8 @@
 
 Megatron's layers expand the latent to keys and values of each head before core attention, which is
 ours and takes them as it does others; keys and values differ in size. What travels for them may be
-latents again (`sent_latents.py`). Each layer has a rotary
-embedding of its own, which numbers the tokens of a sequence from zero.
+latents again (`mla_latents.py`). Each layer has a rotary embedding of its own, which numbers the
+tokens of a sequence from zero.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LayerRotaryEmbedding(torch.nn.Module):
         )
 
     def forward(self, max_seq_len: int, **kwargs: Any) -> Any:
-        """Angles of each token, float32 `[tokens, 1, 1, rotary_dim]`; yarn's with its factor."""
+        """Returns each token's angles, float32 `[tokens, 1, 1, rotary_dim]`, and yarn's factor."""
         if self._of_call is None:
             raise RuntimeError("the model was called without position_ids")
         found = self._rotary(2, packed_seq=True)

@@ -204,7 +204,7 @@ def _run_layers(
     angles: torch.Tensor | None,
     passed: dict[str, Any],
 ) -> torch.Tensor:
-    """Runs one nano-batch through some layers, each of which is given `passed`, too."""
+    """Runs one nano-batch through some layers; each also gets the arguments `passed`."""
     for layer in layers:
         with coroutines.inside(partial(get_fp8_context, layer.config, layer.layer_number - 1)):
             hidden, _ = layer(

@@ -77,7 +77,7 @@ class DataIterators:
         return [self.train, self.test, *sets]
 
     def close(self) -> None:
-        """Dismisses dedicated servers, ends all threads, and frees what the splits share."""
+        """Ends the splits' threads and dedicated servers, and frees what the splits share."""
         if self.control is not None:
             self.control.dismiss()
         self.finish()

@@ -27,8 +27,8 @@ from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickInput
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
+from megatron_patches.pipeline.attention_server import serve_tick
 from megatron_patches.pipeline.data_iterators import unwrap
-from megatron_patches.pipeline.idle_ranks import serve_tick
 from megatron_patches.pipeline.progress import Progress
 from megatron_patches.pipeline.tracing import Tracing
 
@@ -78,7 +78,7 @@ class TickPipeline:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """See megatron-core's `get_forward_backward_func`.
+        """Runs a global batch: see megatron-core's `get_forward_backward_func`.
 
         The tokens of a message are read off the plan, not from `seq_length`, `micro_batch_size` and
         `decoder_seq_length`.

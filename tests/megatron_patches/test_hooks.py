@@ -37,7 +37,7 @@ if sys.argv[1:]:
     # Loaded for the table, so that their names are there before.
     cpu.prepare_process()
 before, heard = identities(*PREFIXES), handlers()
-from megatron_patches.upstream import with_distca
+from megatron_patches.megatron_lm import with_distca
 
 ours = with_distca(pretrain)
 sys.argv += ["--num-layers", "2", "--distca-tolerance", "0.3"]
@@ -164,7 +164,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import arguments, pretrain as theirs
 
-from megatron_patches.upstream import with_distca
+from megatron_patches.megatron_lm import with_distca
 
 
 def waits({parameters}):

@@ -20,8 +20,8 @@ from distca.plan.span import Int64s
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler, move_tiles
 from distca.schedule.base import relative_loads, server_loads
 from distca.schedule.tiles import scheduler
-from distca.schedule.tiles.arena import _with_given, fit_arenas, received_bytes
 from distca.schedule.tiles.packing import Packing, _slice_edges, _slice_tokens, place_balanced
+from distca.schedule.tiles.recv_bound import _with_given, bound_recv_bytes, received_bytes
 from support.batches import SlowStart, documents, long_tailed_lengths, placement_rows, task_rows
 
 SHAPE = AttentionShape(heads=8, kv_heads=2, head_dim=64)
@@ -138,12 +138,12 @@ def test_queries_go_to_keys_where_keys_do_not_fit() -> None:
     config = ScheduleConfig(shape=SHAPE)
     plan = make_scheduler("packed", config).schedule(lengths, at, Mask())
     assert received_bytes(plan, SHAPE).tolist() == [0, 4096 * SHAPE.kv_row_bytes]
-    fitted = fit_arenas(plan, SHAPE, 2000 * SHAPE.kv_row_bytes)
+    fitted = bound_recv_bytes(plan, SHAPE, 2000 * SHAPE.kv_row_bytes)
     validate_plan(fitted)
     assert received_bytes(fitted, SHAPE).tolist() == [512 * SHAPE.q_row_bytes, 0]
     # A window needs few keys anyway.
     windowed = make_scheduler("packed", config).schedule(lengths, at, Mask(100))
-    assert fit_arenas(windowed, SHAPE, 0) is windowed
+    assert bound_recv_bytes(windowed, SHAPE, 0) is windowed
 
 
 def test_keys_are_given_over_up_to_the_end_of_a_task() -> None:

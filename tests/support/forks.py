@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch.distributed.checkpoint",
-    "megatron_patches.upstream",
+    "megatron_patches.megatron_lm",
     "megatron_patches.parts",
     "megatron.training.training",
     # With transformers, which takes as long again.

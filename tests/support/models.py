@@ -262,12 +262,12 @@ def train_steps(args: Namespace, stream: Any, processes: Any, steps: int) -> tup
 def serve(args: Namespace, stream: Any, processes: Any) -> tuple[StepsDone, Any]:
     """What a dedicated server does while the others train; and what made its plans."""
     from megatron_patches.model.latent_attention import softmax_scale
-    from megatron_patches.pipeline import idle_ranks
+    from megatron_patches.pipeline import attention_server
     from megatron_patches.pipeline.progress import Progress
 
     iterators, made = make_data(args, stream, processes)
     progress = Progress()
-    idle_ranks.serve(lambda: iterators, args.params_dtype, softmax_scale(args), progress)
+    attention_server.serve(lambda: iterators, args.params_dtype, softmax_scale(args), progress)
     return StepsDone(serves_only=True), made
 
 

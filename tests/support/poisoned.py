@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_patches import upstream
+from megatron_patches import megatron_lm
 from megatron_patches.batches.micro_batch import forward_step
 from megatron_patches.model.gpt import build_model
 
@@ -112,5 +112,5 @@ if __name__ == "__main__":
         spoilt["build_model"] = build_spoilt_model
     elif what == "start_bias":
         spoilt["build_model"] = build_biased_model
-    with mock.patch.multiple(upstream, **spoilt):
-        upstream.pretrain(os.environ)
+    with mock.patch.multiple(megatron_lm, **spoilt):
+        megatron_lm.pretrain(os.environ)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches import parts
+from megatron_patches.batches.ticks import PlannedIterator
 from megatron_patches.flags.batch_sizes import BatchSizes, samples_of_training
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.data import build_data
@@ -35,7 +36,7 @@ class Run(parts.Run):
 
         # As the loop wraps those of data that it does not load itself.
         found = RerunDataIterator(getattr(self.data, which))
-        virtual = not DistcaConfig.from_args(self.args).enabled and len(self.model) > 1
+        virtual = not isinstance(self.data.train, PlannedIterator) and len(self.model) > 1
         return [found] * len(self.model) if virtual else found
 
 

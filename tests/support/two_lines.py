@@ -5,7 +5,7 @@ import inspect
 from megatron.core.enums import ModelType
 from megatron.training import arguments, pretrain
 
-from megatron_patches.upstream import with_distca
+from megatron_patches.megatron_lm import with_distca
 
 pretrain = with_distca(pretrain)
 

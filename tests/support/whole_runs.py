@@ -61,13 +61,13 @@ class RunSeen:
 
 def whole_run(flags: Sequence[str]) -> RunSeen:
     """Trains from the flags' first or loaded iteration to their last; collective."""
-    from megatron_patches import hooks, upstream
+    from megatron_patches import hooks, megatron_lm
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
     seen, data = RunSeen(), []
 
-    theirs = upstream.build_data
+    theirs = megatron_lm.build_data
 
     def build_data(*given: Any) -> Any:
         data.append(theirs(*given))
@@ -84,16 +84,16 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
         mock.patch.dict(os.environ, launcher),
         # Failures are for the test.
         mock.patch.object(
-            upstream, "ending_the_job_on_failure", return_value=contextlib.nullcontext()
+            megatron_lm, "ending_the_job_on_failure", return_value=contextlib.nullcontext()
         ),
-        mock.patch.object(upstream, "build_data", build_data),
+        mock.patch.object(megatron_lm, "build_data", build_data),
         _noting(seen),
     ):
         # A rank that stays alive may have threads of a failed run before.
         before = set(threading.enumerate())
         try:
             try:
-                upstream.pretrain(launcher)
+                megatron_lm.pretrain(launcher)
             except SystemExit as end:
                 # An exit interval ends with 0.
                 if end.code:

@@ -22,8 +22,8 @@ one whose busiest link is free first. The number of settings depends on the numb
 so that all ranks choose the same plan.
 
 **Bounds.** With `max_buffer_bytes` no server receives more for a layer's forward pass: where it
-would at home, queries go to keys (`arena.py`), and moves respect the bound. If the bound forbids
-the tolerance the plan's notes say so; if no plan keeps to the bound an error is raised.
+would at home, queries go to keys (`recv_bound.py`), and moves respect the bound. If the bound
+forbids the tolerance the plan's notes say so; if no plan keeps to the bound an error is raised.
 
 **Complexity.** Sorting the documents, then near-constant work for each document longer than 1/32 of
 a rank's tokens or load (at most 32 for each rank), each slice and each move. The result is
@@ -48,10 +48,10 @@ from distca.schedule.base import (
     relative_loads,
     server_loads,
 )
-from distca.schedule.tiles.arena import fit_arenas
 from distca.schedule.tiles.grid import initial_tasks
 from distca.schedule.tiles.moves import balance
 from distca.schedule.tiles.packing import Packing, place_balanced
+from distca.schedule.tiles.recv_bound import bound_recv_bytes
 
 _SETTINGS = ((0.4, 0.3), (0.4, 0.9), (0.25, 0.9), (0.4, 0.6))
 """Settings of a packing: `base_share`, and the slack as a part of the tolerance; the first one is
@@ -152,7 +152,7 @@ class TilesScheduler:
         tasks = initial_tasks(lengths, placement, mask, config.shape, config.block)
         plan = Plan(lengths, placement, tasks, mask, config.block, scheduler="tiles")
         if config.max_buffer_bytes is not None:
-            plan = fit_arenas(plan, config.shape, config.max_buffer_bytes)
+            plan = bound_recv_bytes(plan, config.shape, config.max_buffer_bytes)
         return _Candidate(move_tiles(plan, config), config)
 
     def _best(self, found: list[_Candidate]) -> Plan:

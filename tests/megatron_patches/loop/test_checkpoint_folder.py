@@ -29,7 +29,7 @@ from megatron_patches.loop.checkpoint_folder import (
     replaced_when_whole,
     suggest_checkpoint,
 )
-from megatron_patches.loop.ending import KnownElsewhere
+from megatron_patches.loop.failure_report import KnownElsewhere
 from support.whole_runs import whole_run, write_documents
 
 

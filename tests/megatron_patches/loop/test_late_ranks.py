@@ -88,7 +88,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_patches.loop.ending import ending_the_job_on_failure
+from megatron_patches.loop.failure_report import ending_the_job_on_failure
 from megatron_patches.loop.late_ranks import watch_ranks
 from megatron_patches.loop.messages import message_handlers
 from megatron_patches.pipeline.progress import Progress

@@ -64,7 +64,7 @@ class Script:
 
     def run(self, *flags: str, fails: Exception | None = None) -> dict[str, Any]:
         """Parses, and calls `pretrain`; returns what Megatron-LM's was given."""
-        from megatron_patches.upstream import with_distca
+        from megatron_patches.megatron_lm import with_distca
 
         def pretrain(*args: Any, **kwargs: Any) -> None:
             if not self.script_parses:
@@ -119,7 +119,7 @@ def own_documents(args: Namespace, split: str) -> None:
 def test_own_documents_are_given_by_the_function_s_name(script, monkeypatch) -> None:
     from megatron.training import arguments, pretrain
 
-    from megatron_patches.upstream import with_distca
+    from megatron_patches.megatron_lm import with_distca
 
     with_distca(pretrain, documents=own_documents)
     name = f"{__name__}:own_documents"
@@ -196,7 +196,7 @@ def test_without_the_flag_megatron_refuses_as_ever(script, capsys) -> None:
 
 
 def test_lines_after_parsing_are_refused(script, monkeypatch) -> None:
-    from megatron_patches.upstream import with_distca
+    from megatron_patches.megatron_lm import with_distca
 
     if not script.script_parses:
         pytest.skip("this Megatron-LM parses the command line itself")
@@ -212,7 +212,7 @@ def test_lines_after_parsing_are_refused(script, monkeypatch) -> None:
 
 
 def test_an_unknown_pretrain_is_refused() -> None:
-    from megatron_patches.upstream import with_distca
+    from megatron_patches.megatron_lm import with_distca
 
     with pytest.raises(ValueError, match="no parameter model_provider, forward_step_func"):
         with_distca(lambda train_valid_test_dataset_provider: None)

@@ -1,4 +1,4 @@
-"""The end of a rank that fails: one line for the job, and no rank that waits for it.
+"""Reports why a rank fails in one line for the job, and ends the rank.
 
 torchrun ends the other ranks as soon as one has ended, and reports the first failure. A rank leaves
 its traceback to torch's error handler (that of `torch.distributed.elastic`'s `record`), and says in

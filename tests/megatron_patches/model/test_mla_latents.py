@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_patches.model import sent_latents
-from megatron_patches.model.sent_latents import LatentSource
+from megatron_patches.model import mla_latents
+from megatron_patches.model.mla_latents import LatentSource
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch) -> None:
-    monkeypatch.setattr(sent_latents, "copy_to_tensor_model_parallel_region", lambda x: x)
+    monkeypatch.setattr(mla_latents, "copy_to_tensor_model_parallel_region", lambda x: x)
 
 
 @pytest.mark.parametrize("kind", ["none", "RMSNorm", "LayerNorm"])

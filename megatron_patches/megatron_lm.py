@@ -2,7 +2,7 @@
 
 In Megatron-LM's `pretrain_gpt.py`, after its imports, add two lines:
 
-    from megatron_patches.upstream import with_distca
+    from megatron_patches.megatron_lm import with_distca
     pretrain = with_distca(pretrain)
 
 With `--distca` the run then uses our documents, model and forward step. Without it nothing of
@@ -32,7 +32,7 @@ from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.numbers import refuse_what_cannot_be_read
 from megatron_patches.loop.data import build_data
-from megatron_patches.loop.ending import ending_the_job_on_failure
+from megatron_patches.loop.failure_report import ending_the_job_on_failure
 from megatron_patches.loop.megatron_hooks import (
     Run,
     arguments_with_vocabulary,
@@ -89,8 +89,7 @@ def pretrain(environment: Mapping[str, str]) -> None:
 
 
 def _script_parses(megatron_pretrain: Callable[..., None]) -> bool:
-    """Returns whether the script parses the command line, as from 0.18 on, or else `pretrain`
-    does."""
+    """Returns whether the script parses the command line, not `pretrain`: so from 0.18 on."""
     return "cfg_container" in inspect.signature(megatron_pretrain).parameters
 
 
@@ -269,7 +268,7 @@ class Providers:
 
     @contextlib.contextmanager
     def closing_data(self) -> Iterator[None]:
-        """Closes the iterators when the loop has ended, also by `sys.exit`, and not failed."""
+        """Closes the iterators when the loop ends without an error, also by `sys.exit`."""
         try:
             yield
         except SystemExit as end:

@@ -27,7 +27,7 @@ def received_bytes(plan: Plan, shape: AttentionShape) -> np.ndarray:
     return plan_bytes(plan, shape).messages["dispatch"].received()
 
 
-def fit_arenas(plan: Plan, shape: AttentionShape, bound: int) -> Plan:
+def bound_recv_bytes(plan: Plan, shape: AttentionShape, bound: int) -> Plan:
     """Moves queries to keys until no server receives more than a bound.
 
     Args:

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megatron_patches.loop.ending import KnownElsewhere, shortened_traceback
+from megatron_patches.loop.failure_report import KnownElsewhere, shortened_traceback
 from support.pretraining import ROOT, is_alive
 
 
@@ -100,7 +100,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_patches.loop.ending import ending_the_job_on_failure
+from megatron_patches.loop.failure_report import ending_the_job_on_failure
 from megatron_patches.loop.messages import message_handlers
 
 rank, how = int(os.environ["RANK"]), sys.argv[1]
@@ -201,7 +201,7 @@ def lines_before_the_launcher_s(output: str) -> list[str]:
 
 
 def test_a_rank_that_knows_less_waits_for_others() -> None:
-    from megatron_patches.loop.ending import _patience
+    from megatron_patches.loop.failure_report import _patience
 
     def patience(error: BaseException, rank: int, local_rank: int, world_size: int = 4) -> float:
         told = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
