@@ -39,6 +39,7 @@ FLOORS["distca.inference"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca
 FLOORS["distca.inference"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
 FLOORS["distca.inference"] |= {"distca.checkpoints"}
 FLOORS["distca.serve"] = {*FLOORS["distca.inference"], "distca.inference"}
+FLOORS["distca.prefill"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
 # Nor does training import what only inference runs.

@@ -48,7 +48,7 @@ from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.schedule.serving.scheduler import SchedulerConfig
+from distca.schedule.serving.limits import SchedulerConfig
 
 SHAPE = AttentionShape(heads=2, kv_heads=1, head_dim=4, dtype_bytes=2)
 MASKS = (Mask(), Mask(4095))

@@ -56,7 +56,7 @@ from distca.plan import Mask
 from distca.progress import track
 from distca.schedule.serving import Selector, Strategy
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.schedule.serving.scheduler import SchedulerConfig
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.serve.engine.backlog import Backlog
 from distca.serve.engine.engine import EngineProcess
 from distca.serve.engine.settings import ServerConfig

@@ -324,7 +324,7 @@ def _settings(
     from distca.inference.tensor_parallel import check_divides
     from distca.schedule.serving.blocks import block_bytes
     from distca.schedule.serving.csps.head_scatter import head_groups
-    from distca.schedule.serving.scheduler import SchedulerConfig
+    from distca.schedule.serving.limits import SchedulerConfig
     from distca.serve.engine.settings import ServerConfig
 
     positions = args.max_model_len or served.positions

@@ -10,7 +10,7 @@ from distca.plan import Mask
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy
-from distca.schedule.serving.scheduler import SchedulerConfig
+from distca.schedule.serving.limits import SchedulerConfig
 
 
 @dataclass(frozen=True)

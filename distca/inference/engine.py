@@ -27,14 +27,10 @@ from distca.inference.messages import (
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.iteration import BatchEntry
+from distca.schedule.serving.limits import is_long
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.schedule.serving.scheduler import (
-    ScheduledTokens,
-    Scheduler,
-    SchedulerOutput,
-    is_long,
-)
+from distca.schedule.serving.scheduler import ScheduledTokens, Scheduler, SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,8 @@ class Engine:
         """Adds a request.
 
         Args:
-            request: request with a number that no other has.
+            request: request with a number that no other has. One of no `max_tokens` is computed and
+                held for others that read its keys and values, until `abort`.
             chain: chain that shares out the prompt; None: as the configuration says.
 
         Raises:
@@ -131,6 +128,8 @@ class Engine:
             request.leader,
             request.scored,
             chain,
+            request.priority,
+            request.salt,
         )
         self._requests[request.number] = request
         self._tokens[request.number] = list(request.tokens)
@@ -226,7 +225,7 @@ class Engine:
                 self._forget(number)
         counts = self.counts
         counts.bytes_moved += sum(each.bytes_sent for each in done.values())
-        counts.plan_seconds += max(each.plan_seconds for each in done.values())
+        counts.plan_seconds += max((each.plan_seconds for each in done.values()), default=0.0)
         counts.step_seconds += time.perf_counter() - self._begin
         self._batch = None
         return outputs, failed

@@ -34,9 +34,9 @@ from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import FinishReason
-from distca.schedule.serving.scheduler import SchedulerConfig
 
 OnToken = Callable[[int, int], None]
 """Function of a request's number and the token that was chosen for it."""

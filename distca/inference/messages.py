@@ -25,6 +25,8 @@ class AddRequest(Message, frozen=True):
         leader: number of the sequence that computes the prompt for this one, too, and that is told
             of after it; None: itself does.
         scored: whether log-probabilities of the prompt's tokens are told as well.
+        priority: sequences of a lower number run before those of a higher one.
+        salt: what else keys and values depend on: only sequences of the same salt share blocks.
     """
 
     number: int
@@ -35,6 +37,8 @@ class AddRequest(Message, frozen=True):
     logprobs: int | None = None
     leader: int | None = None
     scored: bool = False
+    priority: int = 0
+    salt: bytes = b""
 
 
 class Output(Message, frozen=True):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distca.attention import select_kernel
 from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.attention_runner import LayerWatch
 from distca.inference.choice import choose_token
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import capture_for
@@ -28,10 +29,10 @@ from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
 from distca.inference.sequence_parallel import share_rows
 from distca.inference.tensor_parallel import join_ranks
 from distca.inference.transports import make_transport
-from distca.plan.span import Int64s
+from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
-from distca.schedule.serving.scheduler import is_long
+from distca.schedule.serving.limits import is_long
 
 
 @dataclass
@@ -150,6 +151,36 @@ class Worker:
     def begin(self, blocks: int) -> None:
         """Allocates the pool."""
         self._model.begin(blocks)
+
+    def watch(self, watch: LayerWatch) -> None:
+        """Sets what is told of the layers of all further iterations."""
+        self._model.steps.watch = watch
+
+    def read_rows(
+        self, number: int, layer: int, start: int, end: int
+    ) -> tuple[Int64s, torch.Tensor, torch.Tensor]:
+        """Reads the keys and values of a sequence that this rank holds.
+
+        Args:
+            number: number of the sequence, which has blocks for all the positions.
+            layer: number of the layer.
+            start: first position.
+            end: end of the positions.
+
+        Returns:
+            The positions that lie on this rank, int64 `[rows]`, and their keys and values,
+            `[rows, kv_heads, head_dim]`, copies of what the pool has.
+        """
+        sequence, size = self._sequences[number], self._settings.block_size
+        block = np.arange(start // size, -(-end // size))
+        block = block[sequence.ranks[block] == self._rank]
+        first, last = np.maximum(block * size, start), np.minimum((block + 1) * size, end)
+        positions = expand_ranges(first, last - first)
+        slots = sequence.blocks[positions // size] * size + positions % size
+        pool = self._model.steps.pool
+        index = torch.from_numpy(slots).to(pool.keys.device)
+        keys, values = (each.index_select(0, index) for each in pool.rows(layer))
+        return positions, keys, values
 
     def take_in(self, iteration: ExecuteBatch) -> list[BatchEntry]:
         """Takes in what an iteration changes, which must be the next, without a part in it."""

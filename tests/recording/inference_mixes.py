@@ -88,8 +88,8 @@ def _engine(
 
 
 def _chain(_: str) -> dict[str, Any]:
+    from distca.schedule.serving.limits import SchedulerConfig
     from distca.schedule.serving.partitions import Chain
-    from distca.schedule.serving.scheduler import SchedulerConfig
     from support.engines import BLOCK
 
     return {"limits": SchedulerConfig(8, 16, BLOCK, 12, chain=Chain(3, (0.5, 0.3, 0.2)))}

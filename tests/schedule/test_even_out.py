@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from distca.cost.model_sizes import MODELS
 from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import Mover
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.request import Request
-from distca.schedule.serving.scheduler import Scheduler, SchedulerConfig
+from distca.schedule.serving.scheduler import Scheduler
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_block_moves
 

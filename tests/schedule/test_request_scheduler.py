@@ -18,9 +18,10 @@ from hypothesis.stateful import (
 from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, digests
-from distca.schedule.serving.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from distca.schedule.serving.scheduler import Scheduler, SchedulerOutput
 
 RANKS, BLOCKS, SIZE = 2, 6, 4
 
@@ -44,17 +45,29 @@ class Engine(RuleBasedStateMachine):
         self.scheduler, self.cache = scheduler_of()
         self.tokens: dict[int, list[int]] = {}
         self.most: dict[int, int] = {}
+        self.priorities: dict[int, int] = {}
+        self.salted: set[int] = set()
         self.tables: dict[int, list[Block]] = {}
         self.rows: dict[tuple[Block, int], tuple[int, ...]] = {}
         self.batch: SchedulerOutput | None = None
         self.number = 0
 
-    @rule(length=st.integers(1, 20), alike=st.sampled_from([0, 6, 20]), new=st.integers(1, 12))
-    def arrive(self, length: int, alike: int, new: int) -> None:
-        """A sequence whose first tokens are those of others."""
+    @rule(
+        length=st.integers(1, 20),
+        alike=st.sampled_from([0, 6, 20]),
+        new=st.integers(0, 12),
+        priority=st.sampled_from([0, 0, 1, 2]),
+        salt=st.sampled_from([b"", b"", b"salt"]),
+    )
+    def arrive(self, length: int, alike: int, new: int, priority: int, salt: bytes) -> None:
+        """A sequence whose first tokens are those of others; without an answer it is held."""
         alike = min(alike, length)
-        tokens = [7] * alike + [100 + self.number] * (length - alike)
-        self.scheduler.add(self.number, tokens, new)
+        tokens = [7 + len(salt)] * alike + [100 + self.number] * (length - alike)
+        if salt:
+            # Rows depend on the salt, as if the prompt began in another way.
+            self.salted.add(self.number)
+        self.scheduler.add(self.number, tokens, new, priority=priority, salt=salt)
+        self.priorities[self.number] = priority
         self.tokens[self.number], self.most[self.number] = tokens, length + new
         self.number += 1
 
@@ -77,10 +90,15 @@ class Engine(RuleBasedStateMachine):
             return
         self.batch = self.scheduler.schedule()
         if self.batch is None:
-            assert not self.tokens
+            # Nothing runs. What waits finds no room beside prompts that are held.
+            assert not self.scheduler.running
+            assert self.scheduler.held or not self.tokens
+            # An answer that gave up its blocks in vain is told of with the next iteration.
+            self.tables = {n: table for n, table in self.tables.items() if self.holds(n)}
             return
         for number in self.batch.preempted:
-            del self.tables[number]
+            assert not self.holds(number), "a prompt that is held gave up its blocks"
+            self.tables.pop(number, None)
         assert sum(feed.count for feed in self.batch.feeds) <= 16
         for feed in self.batch.feeds:
             tokens = self.tokens[feed.sequence]
@@ -91,13 +109,21 @@ class Engine(RuleBasedStateMachine):
             table += feed.new_blocks
             end = feed.start + feed.count
             assert len(table) == -(-end // SIZE)
-            assert feed.samples == (end == len(tokens))
+            answered = self.most[feed.sequence] > len(tokens)
+            assert feed.samples == (end == len(tokens) and answered)
             # What it did not compute itself was computed of the same prefix.
             for position in range(feed.start if feed.admitted else 0):
                 row = self.rows[table[position // SIZE], position % SIZE]
                 assert row == tuple(tokens[: position + 1])
             for position in range(feed.start, end):
                 self.rows[table[position // SIZE], position % SIZE] = tuple(tokens[: position + 1])
+
+    def is_held(self, number: int) -> bool:
+        """Whether all of a prompt is computed for somebody else."""
+        return number in self.tables and self.scheduler.computed(number) == self.most[number]
+
+    def holds(self, number: int) -> bool:
+        return self.most[number] == len(self.tokens[number])
 
     @rule(token=st.integers(0, 2))
     def advance(self, token: int) -> None:
@@ -147,11 +173,72 @@ class Engine(RuleBasedStateMachine):
                 break
             self.schedule()
             self.advance(1)
+            for number in [each for each in self.tokens if self.holds(each)]:
+                if self.scheduler.held and self.is_held(number):
+                    assert self.scheduler.abort(number)
+                    self.forget(number)
             self.every_block_is_accounted_for()
         assert not self.tokens
         assert not self.scheduler.running + self.scheduler.waiting
         self.cache.reset()
         assert all(self.cache.free(rank) == BLOCKS for rank in range(RANKS))
+
+
+def test_a_prompt_that_is_held_keeps_its_blocks_and_chooses_no_token() -> None:
+    scheduler, cache = scheduler_of(blocks=6, tokens=8)
+    scheduler.add(0, [1] * 20, 0)
+    batches = run(scheduler)
+    assert [feed.count for batch in batches for feed in batch.feeds] == [8, 8, 4]
+    assert not any(feed.samples for batch in batches for feed in batch.feeds)
+    assert (scheduler.held, scheduler.running, scheduler.computed(0)) == (1, 0, 20)
+    # 7 of 12 blocks are left, so this needs what is held, and waits for it.
+    scheduler.add(1, [2] * 32, 0)
+    assert scheduler.schedule() is None
+    assert scheduler.abort(0)
+    assert not scheduler.abort(0)
+    assert [feed.count for batch in run(scheduler) for feed in batch.feeds] == [8] * 4
+    assert scheduler.abort(1)
+    # Full blocks are found by whoever comes next; the last token is fed in any case.
+    scheduler.add(2, [2] * 32, 0)
+    assert [feed.start for batch in run(scheduler) for feed in batch.feeds] == [28]
+    assert sum(map(cache.referenced, range(RANKS))) == 8
+
+
+def test_a_prompt_to_hold_is_admitted_with_room_for_all_of_it() -> None:
+    scheduler, _ = scheduler_of(blocks=6, tokens=8)
+    scheduler.add(0, [1] * 4, 40)
+    scheduler.add(1, [2] * 32, 0)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [feed.sequence for feed in batch.feeds] == [0, 1]
+    while batch is not None:
+        assert not batch.preempted
+        scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
+        batch = scheduler.schedule()
+    # The answer gave up its blocks when it had used those that were left, and waits.
+    assert (scheduler.held, scheduler.waiting, scheduler.running) == (1, 1, 0)
+    scheduler.abort(1)
+    # The next iteration tells.
+    assert [batch.preempted for batch in run(scheduler) if batch.preempted] == [(0,)]
+    assert not scheduler.waiting + scheduler.running
+
+
+def test_priorities_decide_who_is_admitted_and_who_gives_up_blocks() -> None:
+    scheduler, _ = scheduler_of(blocks=3, tokens=8, sequences=2)
+    for number, priority in enumerate([1, 1, 0, 0]):
+        scheduler.add(number, [number] * 4, 12, priority=priority)
+    admitted, preempted = [], []
+    while (batch := scheduler.schedule()) is not None:
+        admitted += [feed.sequence for feed in batch.feeds if feed.admitted]
+        preempted += batch.preempted
+        scheduler.advance(batch, {feed.sequence: 9 for feed in batch.feeds if feed.samples})
+    assert [each for number, each in enumerate(admitted) if each not in admitted[:number]] == [
+        *(2, 3, 0, 1)
+    ]
+    # Each answer ends with 15 rows in 4 of 6 blocks.
+    assert preempted
+    assert set(preempted) <= {3, 1, 0}
+    assert not scheduler.waiting
 
 
 def test_no_block_is_lost_or_mixed_up(full: bool) -> None:

@@ -8,13 +8,9 @@ from collections import Counter
 import pytest
 
 from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.prefix_cache import Block, PrefixCache
-from distca.schedule.serving.scheduler import (
-    MOST_SCORED,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerOutput,
-)
+from distca.schedule.serving.scheduler import MOST_SCORED, Scheduler, SchedulerOutput
 
 SIZE = 4
 

@@ -16,8 +16,8 @@ from distca.inference.models import read_model
 from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.scheduler import SchedulerConfig
 from support.engines import BLOCK, one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model

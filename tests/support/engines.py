@@ -15,7 +15,7 @@ import torch
 from distca.inference.models import ServedModel, read_model
 from distca.inference.sequence_parallel import split_model
 from distca.schedule.serving.csps.layouts import LayoutChoice
-from distca.schedule.serving.scheduler import SchedulerConfig
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.serve.engine.settings import ServerConfig
 from support.small_models import VOCABULARY
 

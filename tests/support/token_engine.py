@@ -30,7 +30,7 @@ from distca.inference.messages import (
     encode,
 )
 from distca.inference.sampling import TokenLogprobs
-from distca.schedule.serving.scheduler import SchedulerConfig
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.serve.api.app import Bounds, make_app
 from distca.serve.api.engine_client import EngineClient
 from distca.serve.api.metrics import Metrics

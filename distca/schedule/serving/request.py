@@ -65,6 +65,8 @@ class Request:
         chain: chain that shares out the prompt; None: that of all sequences.
         settled: full blocks of which it is known whether they move.
         evened_out: whether its blocks have been moved so that ranks hold equal shares.
+        priority: sequences of a lower number are admitted before those of a higher one.
+        salt: what its keys and values depend on beside its tokens and the model.
     """
 
     number: int
@@ -85,6 +87,13 @@ class Request:
     chain: Chain | None = None
     settled: int = 0
     evened_out: bool = False
+    priority: int = 0
+    salt: bytes = b""
+
+    @property
+    def holds(self) -> bool:
+        """Whether only its prompt is computed, for others that read its blocks."""
+        return self.most == self.prompt
 
     @property
     def finish(self) -> FinishReason | None:

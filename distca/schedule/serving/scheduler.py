@@ -2,8 +2,12 @@
 
 A pure function of what it was told, so that a simulator can run it as an engine does. An iteration
 feeds chunks of prompts and decoded tokens together, up to a number of tokens. Sequences that wait
-are admitted in the order of their arrival; if there are no blocks for one that runs, the youngest
-gives up its own and is computed again later, of which the prefix cache may still have most.
+are admitted by priority, and then in the order of their arrival. If there are no blocks for one
+that runs, the youngest of the last priority gives up its own and is computed again later, of which
+the prefix cache may still have most.
+
+A prompt may be computed for someone else, who answers it: no token is chosen, its blocks are held
+until `abort` releases them, and it is admitted once there are blocks for all of it.
 
 Blocks of a short sequence lie on one rank, its *home*, which computes it without any exchange. Of a
 long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain a
@@ -12,13 +16,13 @@ chunk is cut between blocks: each lies on one rank, where other sequences can fi
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from distca.schedule.serving.csps.levels import Levels
+from distca.schedule.serving.block_owners import BlockOwners
+from distca.schedule.serving.limits import SchedulerConfig, is_long
 from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
@@ -26,41 +30,6 @@ from distca.schedule.serving.request import FinishReason, Request, SharedPrompt
 
 MOST_SCORED = 256
 """Tokens of prompts that are scored, of an iteration: each has logits of the whole vocabulary."""
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Bounds and rules of a scheduler.
-
-    Attributes:
-        sequences: most sequences that run at a time.
-        tokens: most tokens that an iteration feeds.
-        stripe: consecutive decoded positions of a long sequence that one rank owns; a multiple of
-            the blocks' size.
-        short: tokens below which a sequence is short.
-        servers: ranks, the last ones, that hold keys and values, and have no weights.
-        chain: who shares out chunks of long sequences, a chain or levels; None: in zigzag.
-        evens_out: whether blocks move once a prompt is computed, until all ranks hold equal shares,
-            as a chain does not leave them.
-
-    Raises:
-        ValueError: the limits contradict each other.
-    """
-
-    sequences: int
-    tokens: int
-    stripe: int
-    short: int
-    servers: int = 0
-    chain: Chain | Levels | None = None
-    evens_out: bool = False
-
-    def __post_init__(self) -> None:
-        if self.tokens < self.sequences:
-            raise ValueError(
-                f"an iteration of {self.tokens} tokens cannot feed one of each of {self.sequences} "
-                "sequences: raise --max-num-batched-tokens, or lower --max-num-seqs"
-            )
 
 
 @dataclass(frozen=True)
@@ -115,12 +84,6 @@ class TokenUpdate:
     finish: FinishReason | None
 
 
-def is_long(prompt: int, limits: SchedulerConfig) -> bool:
-    """Returns whether chunks of a prompt of so many tokens may drop rows, for all of its sequence's
-    life: a short prompt's never do, however long its answer is when it is computed again."""
-    return prompt >= limits.short
-
-
 class Scheduler:
     """Sequences that wait and run, and their blocks.
 
@@ -149,9 +112,14 @@ class Scheduler:
         # Ranks that compute keys and values; the others hold some.
         self._computing = range(self._world_size - limits.servers)
         self._mover = Mover(cache, limits.servers, limits.stripe)
+        self._owners = BlockOwners(cache, self._computing, limits)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        # Prompts that are computed, and whose blocks others read until they are aborted.
+        self._held: dict[int, Request] = {}
         self._aborted: set[int] = set()
+        # Sequences that gave up their blocks, which no iteration has told yet.
+        self._gave_up: list[int] = []
         # Sequences that wait until another has computed the prompt that they share, by its number.
         self._followers: dict[int, list[Request]] = {}
         self.preemptions = self.looked_up = self.found = 0
@@ -165,6 +133,11 @@ class Scheduler:
     def running(self) -> int:
         """Sequences that run."""
         return len(self._running)
+
+    @property
+    def held(self) -> int:
+        """Prompts that are computed, and whose blocks are held until they are aborted."""
+        return len(self._held)
 
     @property
     def capacity(self) -> int:
@@ -181,6 +154,8 @@ class Scheduler:
         leader: int | None = None,
         scored: bool = False,
         chain: Chain | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
     ) -> None:
         """Adds a sequence.
 
@@ -189,23 +164,28 @@ class Scheduler:
         Args:
             number: a number that no other sequence has.
             tokens: prompt, at least one token.
-            most_new: most tokens of the answer, at least one.
+            most_new: most tokens of the answer; 0: none is chosen, and the blocks of the prompt are
+                held once it is computed, until `abort`.
             stops: tokens that end the answer.
             fewest_new: fewest tokens of an answer that they may end.
             leader: sequence with the same prompt, which computes it; None: itself does.
             scored: whether all tokens of the prompt are to be computed, since they are scored.
             chain: chain that shares out the prompt, however short it is; None: that of the limits.
+            priority: sequences of a lower number are admitted before those of a higher one.
+            salt: what else the keys and values depend on; only sequences of the same salt share
+                blocks.
 
         Raises:
             ValueError: its keys and values could never be held.
         """
         assert tokens, "a sequence needs tokens"
-        assert most_new > 0, "an answer has tokens"
+        assert most_new >= 0, "an answer has no fewer than no tokens"
         most = len(tokens) + most_new
         # The last token of an answer is never fed.
-        if most - 1 > self.capacity:
+        fed = max(most - 1, len(tokens))
+        if fed > self.capacity:
             raise ValueError(
-                f"{most - 1:,} tokens need more than the {self.capacity:,} whose keys and values "
+                f"{fed:,} tokens need more than the {self.capacity:,} whose keys and values "
                 "the ranks can hold: shorten the prompt, ask for fewer tokens, or raise "
                 "--kv-cache-memory-bytes"
             )
@@ -213,8 +193,9 @@ class Scheduler:
         fewest = len(prompt) + fewest_new
         each = Request(number, prompt, len(prompt), most, stops, fewest, scored=scored)
         each.block_size, each.chain = self._block_size, chain
+        each.priority, each.salt = priority, salt
         if leader is None:
-            self._waiting.append(each)
+            self._wait(each)
         else:
             self._followers.setdefault(leader, []).append(each)
 
@@ -226,9 +207,13 @@ class Scheduler:
         for each in self._waiting:
             if each.number == number:
                 self._waiting.remove(each)
+                self._gave_up = [other for other in self._gave_up if other != number]
                 self._leave_prefix(each)
                 self._hand_over(each)
                 return True
+        if number in self._held:
+            self._give_back(self._held.pop(number))
+            return True
         for leader, followers in self._followers.items():
             for each in followers:
                 if each.number == number:
@@ -273,10 +258,10 @@ class Scheduler:
             if not preempted:
                 count = self._make_room(each, count, moves)
             while not self._has_blocks(each, count):
-                youngest = self._running[-1]
-                self._preempt(youngest)
-                preempted.append(youngest.number)
-                if youngest is each:
+                victim = self._victim(number)
+                self._preempt(victim)
+                preempted.append(victim.number)
+                if victim is each:
                     break
             else:
                 feeds.append(self._feed(each, count, admitted=False))
@@ -293,7 +278,9 @@ class Scheduler:
                 scored -= count
             if count:
                 count = self._make_room(each, count, moves)
-            if not count or not self._has_blocks(each, count):
+            # Nobody takes the blocks of a prompt that is held, so it must have all that it needs.
+            most = len(each.tokens) - each.computed if each.holds else count
+            if not count or not self._has_blocks(each, most):
                 self._give_back(each)
                 break
             self._waiting.popleft()
@@ -301,14 +288,16 @@ class Scheduler:
             self.looked_up += len(each.tokens)
             self.found += each.computed
             self._leave_prefix(each)
-            each.home = self._choose_home(each)
+            homes = [other.home for other in self._running if other is not each]
+            each.home = self._owners.home(each, homes)
             feeds.append(self._feed(each, count, admitted=True))
             left -= count
-        return (
-            SchedulerOutput(tuple(feeds), tuple(preempted), tuple(moves))
-            if feeds or moves
-            else None
-        )
+        self._gave_up += preempted
+        if feeds or moves:
+            preempted, self._gave_up = self._gave_up, []
+            return SchedulerOutput(tuple(feeds), tuple(preempted), tuple(moves))
+        # Whoever gave up its blocks may have made room for another.
+        return self.schedule() if preempted else None
 
     def advance(self, batch: SchedulerOutput, chosen: Mapping[int, int]) -> list[TokenUpdate]:
         """Takes in what an iteration computed.
@@ -336,6 +325,9 @@ class Scheduler:
             leads = each.number in self._followers
             for full in range(before, each.computed // self._block_size):
                 self._cache.keep(each.blocks[full], each.digests[full], waited=leads)
+            if each.holds and each.computed == len(each.tokens):
+                self._running.remove(each)
+                self._held[each.number] = each
             if feed.samples:
                 each.scored = False
                 if leads:
@@ -344,7 +336,9 @@ class Scheduler:
         return advances
 
     def computed(self, number: int) -> int:
-        """Returns the tokens of a running sequence whose keys and values are held."""
+        """Returns the tokens of a sequence that runs or is held whose keys and values exist."""
+        if number in self._held:
+            return self._held[number].computed
         return next(each.computed for each in self._running if each.number == number)
 
     def _share_prompt(self, each: Request) -> None:
@@ -353,7 +347,8 @@ class Scheduler:
         prefix = SharedPrompt(list(each.digests), len(followers))
         for follower in followers:
             follower.prefix = prefix
-        self._waiting.extendleft(reversed(followers))
+        for follower in reversed(followers):
+            self._wait(follower, first=True)
 
     def _hand_over(self, each: Request) -> None:
         """Lets another sequence compute a prompt, where the one that was to has been aborted."""
@@ -361,7 +356,7 @@ class Scheduler:
         if followers is None:
             return
         first, *rest = followers
-        self._waiting.appendleft(first)
+        self._wait(first, first=True)
         if rest:
             self._followers[first.number] = rest
         else:
@@ -395,7 +390,7 @@ class Scheduler:
         known = 0 if admitted else len(each.blocks)
         self._add_blocks(each, count)
         each.fed = count
-        samples = each.computed + count == len(each.tokens)
+        samples = not each.holds and each.computed + count == len(each.tokens)
         new = tuple(each.blocks[known:])
         return ScheduledTokens(each.number, each.computed, count, samples, new, admitted)
 
@@ -407,7 +402,15 @@ class Scheduler:
         return sum(self._cache.available(rank) for rank in self._computing)
 
     def _has_blocks(self, each: Request, count: int) -> bool:
-        return self._blocks_missing(each, count) <= self._available()
+        return self._blocks_missing(each, count) <= self._available() - self._promised(each)
+
+    def _promised(self, each: Request) -> int:
+        """Blocks that prompts which run for others than this sequence will still need."""
+        return sum(
+            self._blocks_missing(other, len(other.tokens) - other.computed)
+            for other in self._running
+            if other.holds and other is not each
+        )
 
     def _long(self) -> list[Request]:
         """Running sequences whose blocks lie on several ranks."""
@@ -438,53 +441,14 @@ class Scheduler:
 
     def _add_blocks(self, each: Request, count: int) -> None:
         """Adds blocks, on the ranks that should own them or, where these are full, on others."""
-        missing = self._blocks_missing(each, count)
-        for rank in self._in_chain(each, count, missing) or self._owners(each, missing):
+        for rank in self._owners.of_new_blocks(each, count, self._blocks_missing(each, count)):
             if not self._cache.available(rank):
                 rank = max(self._computing, key=self._cache.available)
             each.blocks.append(self._cache.take(rank))
 
-    def _owners(self, each: Request, count: int) -> list[int]:
-        """Ranks that should own so many blocks that a feed adds, so that all have as many."""
-        ranks = len(self._computing)
-        if len(each.tokens) < self._limits.short or not count:
-            return [each.home] * count
-        if each.computed >= each.prompt:
-            blocks = len(each.blocks) + np.arange(count)
-            stripes = blocks * self._block_size // self._limits.stripe
-            return [*map(int, (stripes + each.number) % ranks)]
-        part = np.arange(count) * 2 * ranks // count
-        owners = np.minimum(part, 2 * ranks - 1 - part)
-        if count % (2 * ranks):
-            held = np.bincount([block.rank for block in each.blocks], minlength=ranks)[:ranks]
-            more = np.bincount(owners, minlength=ranks)
-            owners += min(range(ranks), key=lambda by: int(np.ptp(held + np.roll(more, by))))
-        return [*map(int, owners % ranks)]
-
-    def _in_chain(self, each: Request, count: int, blocks: int) -> list[int]:
-        """Ranks of the blocks that a chunk adds, by the chain or the levels, if it has any."""
-        long = each.chain is not None or len(each.tokens) >= self._limits.short
-        chain = each.chain or self._limits.chain
-        if chain is None or not long or each.computed >= each.prompt:
-            return []
-        return chain.owners(blocks, each.computed, each.computed + count)
-
-    def _choose_home(self, each: Request) -> int:
-        """Rank that holds most of a sequence already, else one with few others and much room."""
-        held = [block.rank for block in each.blocks]
-        others = [other.home for other in self._running if other is not each]
-        return min(
-            self._computing,
-            key=lambda rank: (
-                -held.count(rank),
-                others.count(rank),
-                -self._cache.available(rank),
-                rank,
-            ),
-        )
-
     def _extend_digests(self, each: Request) -> None:
         salt = self._sparse_salt if is_long(each.prompt, self._limits) else self._salt
+        salt += each.salt
         each.digests = extend_digests(each.digests, each.tokens, self._block_size, salt)
 
     def _look_up(self, each: Request) -> None:
@@ -495,12 +459,27 @@ class Scheduler:
         each.blocks = self._cache.find(each.digests[:full], waited)
         each.computed = len(each.blocks) * self._block_size
 
+    def _wait(self, each: Request, first: bool = False) -> None:
+        """Puts a sequence in line, as the last of its priority or as its first."""
+        before = bisect.bisect_left if first else bisect.bisect_right
+        place = before(self._waiting, each.priority, key=lambda other: other.priority)
+        self._waiting.insert(place, each)
+
+    def _victim(self, number: int) -> Request:
+        """Sequence that gives up its blocks for the one at `number` of those that run: the youngest
+        of the last priority among this and later ones, but for prompts that hold theirs."""
+        *_, victim = sorted(
+            (each for each in self._running[number:] if not each.holds),
+            key=lambda each: each.priority,
+        )
+        return victim
+
     def _preempt(self, each: Request) -> None:
         self._running.remove(each)
         self._give_back(each)
         each.preempted += 1
         self.preemptions += 1
-        self._waiting.appendleft(each)
+        self._wait(each, first=True)
 
     def _end(self, each: Request) -> None:
         self._running.remove(each)

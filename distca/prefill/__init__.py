@@ -1,0 +1,10 @@
+"""Prefill for other engines: ranks that share long prompts, and send their keys and values.
+
+    engine (vLLM)                          prefill ranks, the same program on each
+    client.PrefillClient  -- request -->   front.Front         rank 0: sockets
+                                           ranks.PrefillRank   each rank: engine, model, rows
+                          <-- rows ---     straight from each rank, a layer at a time
+
+`facts` says what both sides must agree on, `messages` what they say. Who may write and read what,
+and what happens when either side ends, is `distca.schedule.serving.cdsp.handoff`.
+"""

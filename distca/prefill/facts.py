@@ -1,0 +1,86 @@
+"""What an engine and its prefill ranks must agree on, so that keys and values mean the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distca.prefill.messages import PROTOCOL
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HEADER = 1 << 16
+"""Bytes of a file of weights that count: names and shapes come first, then values."""
+
+
+def model_facts(config: Any, folder: str, dtype: str) -> dict[str, str]:
+    """Says what keys and values of a model depend on, and how they are sent.
+
+    Args:
+        config: configuration of transformers; that of the language part if there are others.
+        folder: folder of the model.
+        dtype: name of the dtype of keys and values.
+
+    Returns:
+        Values by names that a user understands.
+    """
+    heads = int(config.num_attention_heads)
+    sizes = {
+        "family": config.model_type,
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "heads": heads,
+        "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocabulary": config.vocab_size,
+        "sliding window": getattr(config, "sliding_window", None),
+        "kinds of layers": getattr(config, "layer_types", None),
+        "rotary embedding": _rotary(config),
+    }
+    told = {name: json.dumps(value, sort_keys=True) for name, value in sizes.items()}
+    return {
+        "protocol": str(PROTOCOL),
+        **told,
+        "dtype": dtype,
+        "weights": _weights_digest(Path(folder)),
+    }
+
+
+def disagreement(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
+    """Names the first fact on which two sides differ, with both values; None: they agree.
+
+    Args:
+        theirs: facts of the engine.
+        ours: facts of the prefill ranks.
+    """
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            given = theirs.get(name, "not told")
+            return f"{name}: the engine has {given}, and the prefill ranks have {value}"
+    return None
+
+
+def _rotary(config: Any) -> dict[str, Any]:
+    """Numbers of rotary embeddings, wherever a version of transformers keeps them."""
+    found = dict(getattr(config, "rope_parameters", None) or {})
+    found.update(getattr(config, "rope_scaling", None) or {})
+    theta = getattr(config, "rope_theta", None)
+    if theta is not None:
+        found.setdefault("rope_theta", theta)
+    found.setdefault("rope_type", found.pop("type", "default"))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _weights_digest(folder: Path) -> str:
+    """A digest of the files of weights: their names, sizes, and how each begins and ends."""
+    digest = hashlib.sha256()
+    for path in sorted({each for end in _WEIGHTS for each in folder.glob(end)}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEADER))
+            file.seek(max(size - _HEADER, 0))
+            digest.update(file.read(_HEADER))
+    return digest.hexdigest()[:16]

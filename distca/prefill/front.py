@@ -1,0 +1,219 @@
+"""The front of the prefill ranks: what engines say to the first rank, and what it answers.
+
+Nothing here runs by itself. The first rank calls `pump` between two iterations and between two
+layers, so engines hear of it as long as it computes, and no longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from distca.inference.messages import Message, decoder, encode
+from distca.prefill.facts import disagreement
+from distca.prefill.messages import (
+    Event,
+    Hello,
+    Join,
+    Ping,
+    Pong,
+    Prefill,
+    Receiving,
+    Refusal,
+    ToFront,
+    Told,
+    Unknown,
+    Welcome,
+)
+from distca.schedule.serving.cdsp import handoff as hand
+from distca.schedule.serving.cdsp.handoff import Transfer
+
+logger = logging.getLogger(__name__)
+
+_BEATS_A_LEASE = 4
+_NEEDS_ALL = {hand.Grant.__name__, hand.Received.__name__}
+"""Events that count once all processes of an engine have told them."""
+
+_Key = tuple[str, Transfer]
+"""Name of an engine, and its number of a prompt."""
+
+
+@dataclass
+class _Asked:
+    """A prompt that an engine asks for.
+
+    Attributes:
+        identities: processes that have asked, by their numbers.
+        prefill: the prompt.
+        since: when the first of them asked.
+        number: number that the front gave it; None: not all processes have asked yet.
+        told: how many processes have told an event, by its kind and chunk.
+    """
+
+    identities: dict[int, bytes]
+    prefill: Prefill
+    since: float
+    number: int | None = None
+    told: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+
+class Front:
+    """Sockets of the first prefill rank.
+
+    Args:
+        address: where to listen, `tcp://HOST:PORT`.
+        facts: what engines must agree on.
+        welcome: what engines are told; its instance is filled in here.
+
+    Raises:
+        ValueError: nobody can listen there.
+    """
+
+    def __init__(self, address: str, facts: Mapping[str, str], welcome: Welcome) -> None:
+        self._facts, self._lease = dict(facts), welcome.lease
+        self._welcome = msgspec.structs.replace(welcome, instance=uuid.uuid4().hex)
+        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ValueError(f"{address}: nobody can listen there: {error}") from None
+        self._decoder = decoder(ToFront)
+        self._peers: dict[bytes, Hello] = {}
+        self._asked: dict[_Key, _Asked] = {}
+        self._keys: dict[int, _Key] = {}
+        self._next = 0
+        self._messages: list[Join | Told] = []
+        self._beat_due = 0.0
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def engines(self) -> int:
+        """Engines that are connected."""
+        return len({each.engine for each in self._peers.values()})
+
+    def pump(self, seconds: float = 0.0) -> None:
+        """Reads what engines have said, and tells them that the ranks work.
+
+        Args:
+            seconds: how long to wait if nothing has come.
+        """
+        left = int(1000 * seconds)
+        while self._socket.poll(left):
+            left = 0
+            identity, frame = self._socket.recv_multipart()
+            try:
+                message = self._decoder.decode(frame)
+            except msgspec.MsgspecError as error:
+                self._say(identity, Refusal(f"a message cannot be read: {error}"))
+                continue
+            self._hear(identity, message)
+        now = time.monotonic()
+        if now >= self._beat_due:
+            self._beat_due = now + self._lease / _BEATS_A_LEASE
+            for number in self._keys:
+                self.say(number, hand.Beat.__name__)
+            late = [
+                key
+                for key, each in self._asked.items()
+                if each.number is None and now - each.since > self._lease
+            ]
+            for key in late:
+                del self._asked[key]
+
+    def take(self) -> list[Join | Told]:
+        """Returns what engines have said of prompts since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def say(self, number: int, kind: str, reason: str = "") -> None:
+        """Says an event of the hand-off to all processes of a prompt's engine."""
+        key = self._keys.get(number)
+        if key is not None:
+            for identity in self._asked[key].identities.values():
+                self._say(identity, Event(kind, key[1], reason=reason))
+
+    def forget(self, number: int) -> None:
+        """Forgets a prompt, which has ended."""
+        key = self._keys.pop(number, None)
+        if key is not None:
+            del self._asked[key]
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._socket.close(linger=0)
+
+    def _say(self, identity: bytes, message: Message) -> None:
+        self._socket.send_multipart([identity, encode(message)])
+
+    def _hear(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, Hello):
+            self._greet(identity, message)
+        elif identity not in self._peers:
+            self._say(identity, Unknown())
+        elif isinstance(message, Ping):
+            self._say(identity, Pong())
+        elif isinstance(message, Prefill):
+            self._ask(identity, message)
+        else:
+            self._event(identity, message)
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        why = disagreement(hello.facts, self._facts)
+        if why is not None:
+            logger.error("%s is refused: %s", hello.engine, why)
+            self._say(identity, Refusal(why))
+            return
+        if identity not in self._peers:
+            logger.info("connected: %s, process %d", hello.engine, hello.worker)
+        self._peers[identity] = hello
+        self._say(identity, self._welcome)
+
+    def _ask(self, identity: bytes, prefill: Prefill) -> None:
+        peer, now = self._peers[identity], time.monotonic()
+        key = peer.engine, prefill.transfer
+        asked = self._asked.setdefault(key, _Asked({}, prefill, now))
+        asked.identities[peer.worker] = identity
+        if asked.number is not None or len(asked.identities) < peer.workers:
+            return
+        asked.number, self._next = self._next, self._next + 1
+        self._keys[asked.number] = key
+        told = (self._peers[each] for _, each in sorted(asked.identities.items()))
+        receiving = [Receiving(each.inbox, each.first_head, each.heads) for each in told]
+        self._messages.append(Join(asked.number, prefill, receiving))
+        # What all processes have told already.
+        for (kind, chunk), count in asked.told.items():
+            if count == peer.workers:
+                self._tell(asked, Event(kind, prefill.transfer, chunk))
+
+    def _event(self, identity: bytes, event: Event) -> None:
+        peer = self._peers[identity]
+        asked = self._asked.get((peer.engine, event.transfer))
+        if asked is None:
+            # It has ended, or was lost: nothing of it is under way.
+            if event.kind in (hand.Abort.__name__, hand.Beat.__name__):
+                self._say(identity, Event(hand.Drained.__name__, event.transfer))
+            return
+        if event.kind in _NEEDS_ALL:
+            asked.told[event.kind, event.chunk] += 1
+            if asked.told[event.kind, event.chunk] < peer.workers:
+                return
+        self._tell(asked, event)
+
+    def _tell(self, asked: _Asked, event: Event) -> None:
+        if asked.number is not None:
+            transfer = Transfer(asked.number)
+            self._messages.append(Told(msgspec.structs.replace(event, transfer=transfer)))

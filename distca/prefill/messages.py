@@ -1,0 +1,192 @@
+"""What engines and prefill ranks say to each other: typed, and never pickled."""
+
+from __future__ import annotations
+
+import msgspec
+
+from distca.inference.messages import Message
+from distca.schedule.serving.cdsp import handoff
+from distca.schedule.serving.cdsp.handoff import Transfer
+
+PROTOCOL = 1
+"""Version of these messages."""
+
+# From an engine's process to the front.
+
+
+class Hello(Message, frozen=True):
+    """A process of an engine connects.
+
+    Attributes:
+        facts: what both sides must agree on; see `distca.prefill.facts`.
+        engine: name of the engine, which all its processes have.
+        worker: number of the process.
+        workers: processes of the engine; each has a part of the key-value heads.
+        inbox: address to which rows are sent; empty for a process that receives none.
+        first_head: first key-value head of the process.
+        heads: key-value heads of the process.
+    """
+
+    facts: dict[str, str]
+    engine: str
+    worker: int = 0
+    workers: int = 1
+    inbox: str = ""
+    first_head: int = 0
+    heads: int = 0
+
+
+class Prefill(Message, frozen=True):
+    """A prompt whose keys and values are wanted. All processes of an engine say it.
+
+    Attributes:
+        transfer: number that the engine gave it, and epoch.
+        tokens: token ids of the prompt.
+        start: first position whose keys and values are wanted; the engine has those before it.
+        priority: prompts of a lower number are computed before those of a higher one.
+        salt: only prompts of the same salt share keys and values.
+    """
+
+    transfer: Transfer
+    tokens: list[int]
+    start: int = 0
+    priority: int = 0
+    salt: bytes = b""
+
+
+class Event(Message, frozen=True):
+    """A message of the hand-off.
+
+    Attributes:
+        kind: name of its class in `distca.schedule.serving.cdsp.handoff`.
+        transfer: the engine's number, and epoch.
+        chunk: chunk that it is about; -1: all.
+        reason: why, if it ends the transfer.
+    """
+
+    kind: str
+    transfer: Transfer
+    chunk: int = -1
+    reason: str = ""
+
+
+class Ping(Message, frozen=True):
+    """Asks whether the prefill ranks work."""
+
+
+# From the front to an engine's process.
+
+
+class Welcome(Message, frozen=True):
+    """The process is connected.
+
+    Attributes:
+        instance: name of this run of the prefill ranks.
+        ranks: number of ranks, each of which sends rows.
+        chunk: tokens of a chunk of the hand-off.
+        layers: layers of the model.
+        capacity: most tokens of a prompt.
+        lease: seconds without a word after which either side counts as dead.
+    """
+
+    instance: str
+    ranks: int
+    chunk: int
+    layers: int
+    capacity: int
+    lease: float
+
+
+class Refusal(Message, frozen=True):
+    """The process cannot be connected, and why."""
+
+    reason: str
+
+
+class Unknown(Message, frozen=True):
+    """The process is not connected: it must say `Hello`, and whatever was under way is lost."""
+
+
+class Pong(Message, frozen=True):
+    """The prefill ranks work."""
+
+
+# From a prefill rank to the inbox of an engine's process.
+
+
+class Rows(Message, frozen=True):
+    """Keys and values of some positions of a layer, in two further frames.
+
+    Attributes:
+        transfer: the engine's number, and epoch.
+        chunk: number of the chunk.
+        layer: number of the layer.
+        pieces: starts and ends of the positions, in the order of the rows.
+        expected: rows of the chunk, from all ranks.
+    """
+
+    transfer: Transfer
+    chunk: int
+    layer: int
+    pieces: list[tuple[int, int]]
+    expected: int
+
+
+# From the first rank to all ranks, between two iterations.
+
+
+class Receiving(Message, frozen=True, tag=False):
+    """A process that receives rows of a prompt; see `Hello`."""
+
+    inbox: str
+    first_head: int
+    heads: int
+
+
+class Join(Message, frozen=True):
+    """A prompt, by the number that the front gave it, and the processes that receive its rows."""
+
+    number: int
+    prefill: Prefill
+    receiving: list[Receiving]
+
+
+class Told(Message, frozen=True):
+    """What an engine said of a prompt: the event's transfer has the front's number."""
+
+    event: Event
+
+
+class Agreed(Message, frozen=True):
+    """What all ranks take in before the next iteration.
+
+    Attributes:
+        now: seconds on the first rank's clock.
+        messages: what engines said, in the order in which it came.
+    """
+
+    now: float
+    messages: list[Join | Told] = msgspec.field(default_factory=list)
+
+
+ToFront = Hello | Prefill | Event | Ping
+ToClient = Welcome | Refusal | Unknown | Pong | Event
+
+_WITH_CHUNK = {each.__name__: each for each in (handoff.Grant, handoff.Received)}
+_WITHOUT = {each.__name__: each for each in (handoff.Beat, handoff.Drained)}
+
+
+def event_of(message: Event) -> handoff.ToSender | handoff.ToReceiver:
+    """Returns the event of the hand-off that a message tells."""
+    if message.kind in _WITH_CHUNK:
+        return _WITH_CHUNK[message.kind](message.transfer, message.chunk)
+    if message.kind in _WITHOUT:
+        return _WITHOUT[message.kind](message.transfer)
+    assert message.kind == handoff.Abort.__name__, message.kind
+    return handoff.Abort(message.transfer, message.reason)
+
+
+def message_of(event: handoff.ToSender | handoff.ToReceiver) -> Event:
+    """Returns an event of the hand-off as a message."""
+    chunk, reason = getattr(event, "chunk", -1), getattr(event, "reason", "")
+    return Event(type(event).__name__, event.transfer, chunk, reason)

@@ -1,0 +1,331 @@
+"""A prefill rank: it computes prompts with others, and sends the rows that it holds.
+
+All ranks have an engine and the sending side of the hand-off, and take in the same messages between
+two iterations. So all decide the same, and each knows by itself which of its rows are due.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import zmq
+
+from distca.inference.config import EngineConfig
+from distca.inference.engine import Engine, Iteration
+from distca.inference.llm import join_processes
+from distca.inference.messages import AddRequest, ModelOutput, decoder, encode
+from distca.inference.sampling import SamplingParams
+from distca.inference.worker import Worker
+from distca.plan.span import Int64s
+from distca.prefill.front import Front
+from distca.prefill.messages import Agreed, Join, Prefill, Receiving, Rows, event_of
+from distca.schedule.serving.cdsp import Sender, send
+from distca.schedule.serving.cdsp import handoff as hand
+from distca.schedule.serving.cdsp.handoff import Transfer
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_IDLE = 0.5
+"""Seconds after which the first rank says that nothing has come: others wait for it meanwhile."""
+
+
+@dataclass
+class _Prompt:
+    """A prompt from its arrival until all of its rows are received.
+
+    Attributes:
+        prefill: what was asked for.
+        receiving: processes that receive its rows.
+        chunk: tokens of a chunk of the hand-off.
+        computed: for each layer how many chunks are computed.
+    """
+
+    prefill: Prefill
+    receiving: list[Receiving]
+    chunk: int
+    computed: list[int] = field(default_factory=list)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the rows that are wanted."""
+        return -(-(len(self.prefill.tokens) - self.prefill.start) // self.chunk)
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """Positions of a chunk, `[start, end)`."""
+        start = self.prefill.start + chunk * self.chunk
+        return start, min(start + self.chunk, len(self.prefill.tokens))
+
+    def computed_until(self, end: int) -> int:
+        """Chunks of which every position before `end` is."""
+        if end == len(self.prefill.tokens):
+            return self.chunks
+        return max(end - self.prefill.start, 0) // self.chunk
+
+
+@dataclass
+class PrefillCounts:
+    """What the ranks have done so far.
+
+    Attributes:
+        prompts: prompts that were received whole.
+        ended: prompts that ended before.
+        tokens: tokens of rows that were wanted.
+        computed: tokens that were fed to the model.
+        bytes_rows: bytes of keys and values that this rank has sent to engines.
+    """
+
+    prompts: int = 0
+    ended: int = 0
+    tokens: int = 0
+    computed: int = 0
+    bytes_rows: int = 0
+
+
+class PrefillRank:
+    """One rank. All ranks make one each, and call `serve`.
+
+    Args:
+        config: configuration of the engine.
+        chunk: tokens of a chunk of the hand-off.
+        lease: seconds without a word after which an engine counts as dead.
+
+    Attributes:
+        counts: what was done so far.
+    """
+
+    def __init__(self, config: EngineConfig, chunk: int, lease: float) -> None:
+        assert config.tensor_parallel_size == 1, "rows of all heads lie on their rank"
+        device = join_processes(config)
+        self._config, self._chunk, self._lease = config, chunk, lease
+        self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
+        # What ranks agree on lies on the host.
+        timeout = timedelta(seconds=config.step_timeout)
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._worker = Worker(config, device)
+        self._worker.watch(self)
+        blocks = torch.tensor(self._worker.room)
+        dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)
+        self._worker.begin(int(blocks))
+        self._engine = Engine(config, int(blocks))
+        self._layers = len(config.windows)
+        self._front: Front | None = None
+        self._sender, self._now = Sender(lease), 0.0
+        self._prompts: dict[int, _Prompt] = {}
+        self._inboxes: dict[str, zmq.Socket] = {}
+        # End of what the iteration under way feeds, by prompt.
+        self._feeding: dict[int, int] = {}
+        self._idle = False
+        self._agreed = decoder(Agreed)
+        self.counts = PrefillCounts()
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a prompt."""
+        return min(self._engine.scheduler.capacity, self._config.positions)
+
+    @property
+    def engine(self) -> Engine:
+        """Prompts and blocks, the same on all ranks."""
+        return self._engine
+
+    def listen(self, front: Front) -> None:
+        """Gives the first rank its sockets."""
+        assert self._rank == 0, "the first rank alone has a front"
+        self._front = front
+
+    def serve(self) -> NoReturn:
+        """Computes what engines ask for. Collective; it ends by an exception alone."""
+        while True:
+            self.step()
+
+    def step(self) -> bool:
+        """Takes in what was said, and runs an iteration, if there is one. Collective.
+
+        Returns:
+            Whether an iteration has run.
+        """
+        self._take(self._agree())
+        begun = self._engine.schedule()
+        if begun is not None:
+            self._run(begun)
+        self._idle = begun is None
+        return begun is not None
+
+    # Between two iterations.
+
+    def _agree(self) -> Agreed:
+        """What all ranks take in."""
+        told = [b""]
+        if self._front is not None:
+            self._front.pump(min(_SECONDS_IDLE, self._lease / 4) if self._idle else 0.0)
+            told = [encode(Agreed(time.monotonic(), self._front.take()))]
+        if self._several:
+            dist.broadcast_object_list(told, 0, group=self._control)
+        agreed: Agreed = self._agreed.decode(told[0])
+        return agreed
+
+    def _take(self, agreed: Agreed) -> None:
+        self._now = agreed.now
+        for message in agreed.messages:
+            if isinstance(message, Join):
+                self._join(message)
+            else:
+                event = event_of(message.event)
+                assert isinstance(event, hand.ToSender), "what a receiver says"
+                self._apply(event)
+        self._apply(hand.Tick())
+
+    def _join(self, join: Join) -> None:
+        prefill, number = join.prefill, join.number
+        try:
+            if len(prefill.tokens) > self._config.positions:
+                raise ValueError(
+                    f"a prompt of {len(prefill.tokens):,} tokens is longer than the "
+                    f"{self._config.positions:,} positions of the model"
+                )
+            self._engine.add(
+                AddRequest(
+                    number,
+                    0,
+                    prefill.tokens,
+                    SamplingParams(max_tokens=0),
+                    priority=prefill.priority,
+                    salt=prefill.salt,
+                )
+            )
+        except ValueError as error:
+            if self._front is not None:
+                self._front.say(number, hand.Drained.__name__, str(error))
+                self._front.forget(number)
+            return
+        prompt = _Prompt(prefill, join.receiving, self._chunk, [0] * self._layers)
+        self._prompts[number] = prompt
+        transfer = Transfer(number)
+        self._apply(hand.Begin(transfer, prompt.chunks, self._layers, 0))
+        for chunk in range(prompt.chunks):
+            # Engines have blocks for all of it, and don't wait for offers.
+            self._apply(hand.Dispatched(transfer, chunk))
+
+    # Iterations.
+
+    def _run(self, begun: Iteration) -> None:
+        self._feeding = {feed.number: feed.start + feed.count for feed in begun.batch.feed}
+        done: ModelOutput | None = None
+        if self._rank in begun.members:
+            done = self._worker.run(begun.batch)
+        else:
+            self._worker.take_in(begun.batch)
+        self.counts.computed += sum(feed.count for feed in begun.batch.feed)
+        self._engine.finish({} if done is None else {self._rank: done})
+        # Ranks without a part in it know by this what is computed.
+        feeding, self._feeding = self._feeding, {}
+        for number, end in feeding.items():
+            for layer in range(self._layers):
+                self._computed(number, layer, end)
+
+    def begins(self, layer: int) -> None:
+        """See `LayerWatch`: rows of earlier tokens are where they belong."""
+
+    def written(self, layer: int) -> None:
+        """Sends the rows of a layer that are due; see `LayerWatch`."""
+        for number, end in self._feeding.items():
+            self._computed(number, layer, end)
+        if self._front is not None:
+            self._front.pump()
+
+    def _computed(self, number: int, layer: int, end: int) -> None:
+        """Notes that a layer of a prompt is computed up to a position."""
+        prompt = self._prompts.get(number)
+        if prompt is None:
+            return
+        first, prompt.computed[layer] = prompt.computed[layer], prompt.computed_until(end)
+        for chunk in range(first, prompt.computed[layer]):
+            self._apply(hand.Computed(Transfer(number), chunk, layer))
+
+    # The hand-off.
+
+    def _apply(self, event: hand.SenderEvent) -> None:
+        """Applies an event to the sending side, and does what it asks for."""
+        self._sender, actions = send(self._sender, event, self._now)
+        for action in actions:
+            match action:
+                case hand.Write(transfer, chunk, layer):
+                    self._write(transfer.request, chunk, layer)
+                    # The socket has its own copy.
+                    self._apply(hand.Written(transfer, chunk, layer))
+                case hand.Send(hand.Drained(transfer)):
+                    if self._front is not None:
+                        self._front.say(transfer.request, hand.Drained.__name__)
+                case hand.Fence(transfer):
+                    logger.warning("an engine is silent: a prompt is given up")
+                    self._apply(hand.Fenced(transfer))
+                case hand.Free(transfer, _, reason):
+                    self._free(transfer.request, reason)
+
+    def _write(self, number: int, chunk: int, layer: int) -> None:
+        """Sends this rank's rows of a layer of a chunk to all who receive them."""
+        prompt = self._prompts[number]
+        start, end = prompt.span(chunk)
+        positions, keys, values = self._worker.read_rows(number, layer, start, end)
+        if not len(positions):
+            return
+        rows = Rows(prompt.prefill.transfer, chunk, layer, _pieces(positions), end - start)
+        header = encode(rows)
+        for each in prompt.receiving:
+            own = slice(each.first_head, each.first_head + each.heads)
+            frames = [_bytes_of(rows[:, own]) for rows in (keys, values)]
+            self.counts.bytes_rows += sum(frame.nbytes for frame in frames)
+            self._inbox_of(each.inbox).send_multipart([header, *frames], copy=False)
+
+    def _free(self, number: int, reason: str) -> None:
+        """Gives the blocks of a prompt back, once all is received or it has ended."""
+        prompt = self._prompts.pop(number)
+        self._engine.abort(number)
+        if reason:
+            self.counts.ended += 1
+            logger.info("a prompt has ended: %s", reason)
+        else:
+            self.counts.prompts += 1
+            self.counts.tokens += len(prompt.prefill.tokens) - prompt.prefill.start
+        if self._front is not None:
+            self._front.forget(number)
+        # An engine that is gone leaves no queue behind.
+        used = {each.inbox for other in self._prompts.values() for each in other.receiving}
+        for address in {each.inbox for each in prompt.receiving} - used if reason else ():
+            if address in self._inboxes:
+                self._inboxes.pop(address).close(linger=0)
+
+    def _inbox_of(self, address: str) -> zmq.Socket:
+        if address not in self._inboxes:
+            socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
+            # The engine has blocks for all that is sent.
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(address)
+            self._inboxes[address] = socket
+        return self._inboxes[address]
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for socket in self._inboxes.values():
+            socket.close(linger=0)
+        if self._front is not None:
+            self._front.close()
+
+
+def _pieces(positions: Int64s) -> list[tuple[int, int]]:
+    """Starts and ends of the runs of rising positions."""
+    opens = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    closes = np.append(opens[1:], len(positions)) - 1
+    return [*zip(positions[opens].tolist(), (positions[closes] + 1).tolist(), strict=True)]
+
+
+def _bytes_of(rows: torch.Tensor) -> Any:
+    """The bytes of a tensor, for whoever sends them."""
+    return rows.contiguous().cpu().view(torch.uint8).numpy()

@@ -1,0 +1,80 @@
+"""Which ranks own the blocks that a sequence's next tokens need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.prefix_cache import PrefixCache
+from distca.schedule.serving.request import Request
+
+
+class BlockOwners:
+    """Choice of the ranks of new blocks, before it is known whether they have room.
+
+    Args:
+        cache: blocks of all ranks.
+        computing: ranks that compute keys and values.
+        limits: bounds and rules.
+    """
+
+    def __init__(self, cache: PrefixCache, computing: Sequence[int], limits: SchedulerConfig):
+        self._cache, self._computing, self._limits = cache, computing, limits
+        self._block_size = cache.pool.block_size
+
+    def of_new_blocks(self, each: Request, count: int, blocks: int) -> list[int]:
+        """Returns the owner of each block that a sequence's next tokens add.
+
+        Args:
+            each: sequence.
+            count: tokens that are fed next.
+            blocks: blocks that they add.
+        """
+        return self._in_chain(each, count, blocks) or self._evenly(each, blocks)
+
+    def home(self, each: Request, others: Sequence[int]) -> int:
+        """Returns the rank of a short sequence.
+
+        It is the one that holds most of it already, else one with few others and much room.
+
+        Args:
+            each: sequence.
+            others: homes of the other sequences that run.
+        """
+        held = [block.rank for block in each.blocks]
+        return min(
+            self._computing,
+            key=lambda rank: (
+                -held.count(rank),
+                others.count(rank),
+                -self._cache.available(rank),
+                rank,
+            ),
+        )
+
+    def _evenly(self, each: Request, count: int) -> list[int]:
+        """Ranks that should own so many blocks that a feed adds, so that all have as many."""
+        ranks = len(self._computing)
+        if len(each.tokens) < self._limits.short or not count:
+            return [each.home] * count
+        if each.computed >= each.prompt:
+            blocks = len(each.blocks) + np.arange(count)
+            stripes = blocks * self._block_size // self._limits.stripe
+            return [*map(int, (stripes + each.number) % ranks)]
+        part = np.arange(count) * 2 * ranks // count
+        owners = np.minimum(part, 2 * ranks - 1 - part)
+        if count % (2 * ranks):
+            held = np.bincount([block.rank for block in each.blocks], minlength=ranks)[:ranks]
+            more = np.bincount(owners, minlength=ranks)
+            owners += min(range(ranks), key=lambda by: int(np.ptp(held + np.roll(more, by))))
+        return [*map(int, owners % ranks)]
+
+    def _in_chain(self, each: Request, count: int, blocks: int) -> list[int]:
+        """Ranks of the blocks that a chunk adds, by the chain or the levels, if it has any."""
+        long = each.chain is not None or len(each.tokens) >= self._limits.short
+        chain = each.chain or self._limits.chain
+        if chain is None or not long or each.computed >= each.prompt:
+            return []
+        return chain.owners(blocks, each.computed, each.computed + count)

@@ -1,0 +1,49 @@
+"""Bounds and rules of a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.schedule.serving.csps.levels import Levels
+from distca.schedule.serving.partitions import Chain
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Bounds and rules of a scheduler.
+
+    Attributes:
+        sequences: most sequences that run at a time.
+        tokens: most tokens that an iteration feeds.
+        stripe: consecutive decoded positions of a long sequence that one rank owns; a multiple of
+            the blocks' size.
+        short: tokens below which a sequence is short.
+        servers: ranks, the last ones, that hold keys and values, and have no weights.
+        chain: who shares out chunks of long sequences, a chain or levels; None: in zigzag.
+        evens_out: whether blocks move once a prompt is computed, until all ranks hold equal shares,
+            as a chain does not leave them.
+
+    Raises:
+        ValueError: the limits contradict each other.
+    """
+
+    sequences: int
+    tokens: int
+    stripe: int
+    short: int
+    servers: int = 0
+    chain: Chain | Levels | None = None
+    evens_out: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < self.sequences:
+            raise ValueError(
+                f"an iteration of {self.tokens} tokens cannot feed one of each of {self.sequences} "
+                "sequences: raise --max-num-batched-tokens, or lower --max-num-seqs"
+            )
+
+
+def is_long(prompt: int, limits: SchedulerConfig) -> bool:
+    """Returns whether chunks of a prompt of so many tokens may drop rows, for all of its sequence's
+    life: a short prompt's never do, however long its answer is when it is computed again."""
+    return prompt >= limits.short

@@ -1,0 +1,166 @@
+"""Prefill for other engines: rows arrive once, equal transformers' own, and nothing is left."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distca.prefill.client import HandshakeError
+from distca.schedule.serving.cdsp.handoff import Transfer
+from support.prefills import CHUNK, Reader, in_background, prefill_on_a_rank, reference
+from support.ranks import Ranks
+from support.small_models import VOCABULARY, save_small_model
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (tokens,), generator=generator).tolist()
+
+
+def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: int = 0) -> None:
+    """All rows that were wanted came once, and are transformers' own."""
+    transfer = Transfer(number)
+    assert reader.ended[transfer] == ""
+    assert (reader.written[transfer][:, :start] == 0).all()
+    assert (reader.written[transfer][:, start:] == 1).all()
+    for ours, theirs in zip(reader.rows[transfer], reference(folder, tokens), strict=True):
+        torch.testing.assert_close(ours[:, start:], theirs[:, start:], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"strategy": "pass-q"}),
+        (3, {"threshold": 30}),
+    ],
+    ids=["one", "pass-kv", "pass-q", "short"],
+)
+def test_rows_equal_transformers_own(
+    ranks: Ranks, tmp_path: Path, count: int, changes: dict[str, Any]
+) -> None:
+    folder, address = save_small_model("llama", tmp_path), free_address()
+    common = prompt(0, 64)
+    prompts = {
+        0: (prompt(1, 150), 0),
+        1: (prompt(2, 1), 0),
+        2: (prompt(3, 23), 7),
+        # Begins as the next does, so that its blocks are found.
+        3: (common, 0),
+        4: (common + prompt(4, 31), 50),
+        5: (prompt(5, CHUNK), 0),
+    }
+    run = partial(
+        ranks.run, prefill_on_a_rank, folder, address, len(prompts), changes, world_size=count
+    )
+    with in_background(run) as done:
+        reader = Reader(folder, address)
+        assert reader.client.connect(60.0)
+        for number, (tokens, start) in prompts.items():
+            if number == 4:
+                # What it begins with is computed by then.
+                reader.until(lambda: Transfer(3) in reader.ended)
+            reader.begin(number, tokens, start)
+        reader.until(lambda: len(reader.ended) == len(prompts))
+        reader.client.close()
+    for number, (tokens, start) in prompts.items():
+        check(reader, folder, number, tokens, start)
+    assert all(each.referenced == 0 for each in done[0])
+    assert all(each.counts.prompts == len(prompts) for each in done[0])
+    wanted = sum(len(tokens) - start for tokens, start in prompts.values())
+    fed = sum(len(tokens) for tokens, _ in prompts.values())
+    assert done[0][0].counts.computed <= fed - 60
+    # Every row is sent once: 3 layers, 2 heads of 16, keys and values.
+    assert sum(each.counts.bytes_rows for each in done[0]) == wanted * 3 * 2 * 16 * 2 * 4
+
+
+def test_another_model_is_refused_before_anything_runs(ranks: Ranks, tmp_path: Path) -> None:
+    folder, address = save_small_model("llama", tmp_path), free_address()
+    run = partial(ranks.run, prefill_on_a_rank, folder, address, 1, {}, world_size=1)
+    with in_background(run):
+        other = Reader(folder, address, engine="other", dtype="bfloat16")
+        with pytest.raises(
+            HandshakeError,
+            match="dtype: the engine has bfloat16, and the prefill ranks have float32",
+        ):
+            other.client.connect(60.0)
+        # The ranks end with the first prompt.
+        reader = Reader(folder, address)
+        assert reader.client.connect(60.0)
+        reader.begin(0, prompt(0, 9))
+        reader.until(lambda: bool(reader.ended))
+    check(reader, folder, 0, prompt(0, 9))
+
+
+def test_each_process_of_an_engine_has_its_heads(ranks: Ranks, tmp_path: Path) -> None:
+    folder, address = save_small_model("qwen2", tmp_path), free_address()
+    run = partial(ranks.run, prefill_on_a_rank, folder, address, 2, {}, world_size=2)
+    with in_background(run):
+        readers = [Reader(folder, address, (head, 1), (head, 2)) for head in range(2)]
+        for reader in readers:
+            assert reader.client.connect(60.0)
+        for number, tokens in enumerate([prompt(0, 99), prompt(1, 50)]):
+            for reader in readers:
+                reader.begin(number, tokens, 3)
+        while any(len(reader.ended) < 2 for reader in readers):
+            for reader in readers:
+                reader.poll(0.01)
+    for number, tokens in enumerate([prompt(0, 99), prompt(1, 50)]):
+        theirs = reference(folder, tokens)
+        for head, reader in enumerate(readers):
+            assert (reader.written[Transfer(number)][:, 3:] == 1).all()
+            for ours, whole in zip(reader.rows[Transfer(number)], theirs, strict=True):
+                torch.testing.assert_close(ours[:, 3:, 0], whole[:, 3:, head], atol=2e-5, rtol=1e-5)
+
+
+def test_what_is_cancelled_writes_no_more_and_leaves_no_block(ranks: Ranks, tmp_path: Path) -> None:
+    folder, address = save_small_model("llama", tmp_path), free_address()
+    count = 24
+    run = partial(ranks.run, prefill_on_a_rank, folder, address, count, {}, world_size=2)
+    with in_background(run) as done:
+        reader = Reader(folder, address)
+        assert reader.client.connect(60.0)
+        prompts = {n: prompt(n % 5, 20 + 37 * n % 200) for n in range(count)}
+        for number, tokens in prompts.items():
+            reader.begin(number, tokens, priority=number % 3)
+            if number % 2:
+                for _ in range(number):
+                    reader.poll(0.001)
+                reader.client.cancel(Transfer(number))
+        reader.until(lambda: len(reader.ended) == count and not reader.client.under_way)
+    assert not reader.late
+    for number, tokens in prompts.items():
+        if reader.ended[Transfer(number)] == "":
+            check(reader, folder, number, tokens)
+        else:
+            assert number % 2
+            assert reader.ended[Transfer(number)] == "cancelled"
+    assert all(each.referenced == 0 for each in done[0])
+
+
+def test_a_prompt_that_cannot_be_held_is_refused_by_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    folder, address = save_small_model("llama", tmp_path), free_address()
+    changes = {"cache_bytes": 64 * 3 * 2 * 16 * 2 * 4}
+    run = partial(ranks.run, prefill_on_a_rank, folder, address, 1, changes, world_size=2)
+    with in_background(run):
+        reader = Reader(folder, address)
+        assert reader.client.connect(60.0)
+        assert reader.client.welcome is not None
+        assert reader.client.welcome.capacity == 128
+        reader.begin(0, prompt(0, 129))
+        reader.begin(1, prompt(1, 128))
+        reader.until(lambda: len(reader.ended) == 2)
+    assert "given up" in reader.ended[Transfer(0)]
+    check(reader, folder, 1, prompt(1, 128))

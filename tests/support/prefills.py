@@ -1,0 +1,161 @@
+"""Prefill ranks of a test, and an engine that asks them for keys and values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.inference.llm import configure
+from distca.inference.models import read_model
+from distca.plan.span import Int64s
+from distca.prefill.client import Ended, PrefillClient
+from distca.prefill.facts import model_facts
+from distca.prefill.front import Front
+from distca.prefill.messages import Hello, Welcome
+from distca.prefill.ranks import PrefillCounts, PrefillRank
+from distca.schedule.serving.cdsp.handoff import Transfer
+
+CHUNK = 40
+LEASE = 5.0
+
+
+@dataclass(frozen=True)
+class RankDone:
+    """What a rank has at the end: counts, bytes to other ranks, and blocks that are still held."""
+
+    counts: PrefillCounts
+    bytes_planned: int
+    referenced: int
+
+
+def prefill_on_a_rank(
+    folder: Path, address: str, prompts: int, changes: dict[str, Any], chunk: int = CHUNK
+) -> RankDone:
+    """Computes prompts until so many have ended."""
+    model, count = read_model(str(folder), torch.float32), dist.get_world_size()
+    settings = {"block_size": 4, "max_num_batched_tokens": 96, "cache_bytes": 1 << 24}
+    rank = PrefillRank(configure(model, count, **(settings | changes)), chunk, LEASE)
+    front = None
+    if dist.get_rank() == 0:
+        facts = model_facts(model.config, str(folder), "float32")
+        welcome = Welcome("", count, chunk, len(model.windows), rank.capacity, LEASE)
+        front = Front(address, facts, welcome)
+        rank.listen(front)
+    try:
+        while rank.counts.prompts + rank.counts.ended < prompts:
+            rank.step()
+        blocks = rank.engine.cache
+        referenced = sum(blocks.referenced(each) for each in range(count))
+        return RankDone(rank.counts, rank.engine.counts.bytes_moved, referenced)
+    finally:
+        rank.close()
+
+
+class Reader:
+    """An engine with one process, which keeps the rows that it is given.
+
+    Args:
+        folder: folder of the model.
+        address: where the prefill ranks listen.
+        heads: first head of keys, and how many; None: all.
+        worker: number of this process, and how many there are.
+        engine: name of the engine.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        heads: tuple[int, int] | None = None,
+        worker: tuple[int, int] = (0, 1),
+        engine: str = "engine",
+        **facts: str,
+    ) -> None:
+        model = read_model(str(folder), torch.float32)
+        first, count = heads or (0, model.kv_heads)
+        known = model_facts(model.config, str(folder), "float32") | facts
+        hello = Hello(known, engine, *worker, "", first, count)
+        self._shape = len(model.windows), count, model.shape.head_dim
+        self.rows: dict[Transfer, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.written: dict[Transfer, torch.Tensor] = {}
+        self.late: list[Transfer] = []
+        self.ended: dict[Transfer, str] = {}
+        self.client = PrefillClient(address, hello, model.shape.head_dim, torch.float32, self._take)
+
+    def begin(self, number: int, tokens: Sequence[int], start: int = 0, **settings: Any) -> None:
+        """Asks for a prompt."""
+        layers, heads, dim = self._shape
+        transfer, size = Transfer(number), (layers, len(tokens), heads, dim)
+        self.rows[transfer] = torch.full(size, torch.nan), torch.full(size, torch.nan)
+        self.written[transfer] = torch.zeros(size[:2], dtype=torch.int64)
+        self.client.begin(transfer, tokens, start, **settings)
+
+    def poll(self, seconds: float = 0.05) -> None:
+        """Reads what has come."""
+        self.note(self.client.poll(seconds))
+
+    def note(self, ended: Sequence[Ended]) -> None:
+        for each in ended:
+            assert each.transfer not in self.ended, "a prompt ended twice"
+            self.ended[each.transfer] = each.failure
+
+    def until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Reads what comes until something holds."""
+        import time
+
+        due = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < due, "nothing more comes"
+            self.poll()
+
+    def _take(
+        self, transfer: Transfer, layer: int, at: Int64s, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        if transfer in self.ended:
+            self.late.append(transfer)
+        index = torch.from_numpy(at)
+        for memory, rows in zip(self.rows[transfer], (k, v), strict=True):
+            memory[layer, index] = rows
+        self.written[transfer][layer, index] += 1
+
+
+def reference(folder: Path, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of transformers' own model, `[layers, tokens, heads, head_dim]`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        cache = model(torch.tensor([list(tokens)]), use_cache=True).past_key_values
+    keys, values = (
+        torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in cache.layers])
+        for name in ("keys", "values")
+    )
+    return keys, values
+
+
+@contextmanager
+def in_background(function: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Runs a function on a thread; its result, or what it raised, is in the list at the end."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield results
+    finally:
+        thread.join()
+    if isinstance(results[0], BaseException):
+        raise results[0]
