@@ -7,20 +7,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distca.commands.chosen_sparsity import add_calibration_flags, chosen_sparsity
+from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
-from distca.commands.described import RUNAHEAD, add_selection_flags
+from distca.commands.described import add_selection_flags
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
-from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_chain import tell_of_lengths
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
-from distca.commands.served_layouts import SP_TP, served_split
-from distca.commands.served_sparsity import add_sparsity_flags, near_to_far, refuse_check
+from distca.commands.served_layouts import served_split
+from distca.commands.served_sparsity import add_sparsity_flags, refuse_check
+from distca.commands.served_strategy import served_owners, served_strategy
 from distca.schedule.serving import STRATEGIES
-from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.timeline import write_trace
 
 _EPILOG = """
@@ -189,10 +188,10 @@ def main(argv: Sequence[str]) -> int:
     if args.context_parallel_size == AUTO:
         args.context_parallel_size = ranks_for_prompts(args, model, known)
     split = served_split(args, model)
-    strategy = _strategy(args, model, max(known, default=None))
+    strategy = served_strategy(args, model, max(known, default=None))
     refuse_check(args, strategy)
     ranks = args.context_parallel_size
-    chain = _chain(args, model, known, strategy)
+    chain = served_owners(args, model, strategy, known)
     tell_of_lengths("generate", chain, args.partition, known)
     cache_bytes = args.kv_cache_memory_bytes
     if cache_bytes is None:
@@ -265,30 +264,6 @@ def main(argv: Sequence[str]) -> int:
     found = compare(model, done, args.temperature == 0)
     (sys.stderr if args.json else sys.stdout).write(f"{found.line}\n")
     return 0 if found.holds else 1
-
-
-def _chain(args: argparse.Namespace, model: Any, lengths: Sequence[int], strategy: Any) -> Any:
-    """Who shares out prompts, a chain or levels; None: all ranks evenly, in zigzag."""
-    chain = served_chain(args, model, lengths)
-    return strategy.levels if isinstance(strategy, NearToFar) else chain
-
-
-def _strategy(args: argparse.Namespace, model: Any, longest: int | None) -> Any:
-    """What travels in prefills, or who chooses it; `longest` is that of the prompts, if known."""
-    ranks = args.context_parallel_size
-    heads = model.kv_heads, model.tensor_parallel_size
-    chosen = partial(chosen_sparsity, args, model, longest)
-    near = near_to_far(args, model.windows, *heads, ranks, ranks, chosen)
-    if near is not None:
-        return near
-    if args.prefill_strategy in (RUNAHEAD, SP_TP):
-        return "pass-kv"
-    if args.prefill_strategy != "auto":
-        return args.prefill_strategy
-    from distca.inference.machine import machine_of
-
-    machine = machine_of(args.profile, args.node_gb_per_s)
-    return machine.selector(args.selector, model.shape, args.context_parallel_size)
 
 
 class _Shown:

@@ -17,6 +17,7 @@ COMMANDS = {
     "simulate": "say what a training job would gain on a cluster, and with which flags",
     "plan": "plan the core attention of a batch of documents: its balance and its bytes",
     "generate": "answer prompts with a model, on ranks that share its attention",
+    "prefill": "compute keys and values of long prompts for a vLLM server, on several ranks",
     "serve": "answer requests as OpenAI's clients make them, on ranks that share attention",
     "tune": "search how a chain of ranks shares prompts, or measure what dropping keys does",
     "prepare": "turn text into the token files that training reads",

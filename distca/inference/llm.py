@@ -92,6 +92,7 @@ def configure(
     step_timeout: float = 600.0,
     enforce_eager: bool = False,
     keeps_logits: bool = False,
+    gpu_utilization: float = 0.9,
 ) -> EngineConfig:
     """Makes the configuration of a model's engine.
 
@@ -112,6 +113,7 @@ def configure(
         step_timeout: seconds after which an exchange has failed.
         enforce_eager: whether GPUs decode without CUDA graphs.
         keeps_logits: whether answers keep their logits.
+        gpu_utilization: part of a GPU's memory that weights, keys and values may fill.
 
     Raises:
         ValueError: the stripe is no multiple of a block, or the bounds contradict each other.
@@ -133,7 +135,7 @@ def configure(
         limits,
         block_size,
         cache_bytes,
-        0.9,
+        gpu_utilization,
         prefix_caching,
         step_timeout,
         enforce_eager,

@@ -1,0 +1,297 @@
+"""`distca prefill`: ranks that share long prompts compute keys and values for a vLLM server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distca.commands.chosen_sparsity import add_calibration_flags
+from distca.commands.command_line import Parser
+from distca.commands.described import add_selection_flags
+from distca.commands.served_dtype import add_dtype_flag, served_dtype
+from distca.commands.served_layouts import SP_TP
+from distca.commands.served_sparsity import add_sparsity_flags
+from distca.commands.served_strategy import served_owners, served_strategy
+
+_EPILOG = """
+examples:
+  distca prefill path/to/Llama-3.2-1B --context-parallel-size 2
+  vllm serve path/to/Llama-3.2-1B --kv-transfer-config '{"kv_connector": "DistCAConnector",
+      "kv_connector_module_path": "distca.vllm", "kv_role": "kv_consumer",
+      "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"distca_address": "tcp://127.0.0.1:8300"}}'
+
+vLLM answers all requests. It asks the ranks for the keys and values of long prompts, and computes
+the prompt itself if they are not there. The ranks start again if one of them fails. On several
+machines torchrun starts them: torchrun --nnodes 2 --nproc-per-node 8 -m distca prefill MODEL
+--host ADDRESS, where ADDRESS is one of the first machine.
+"""
+
+
+def build_parser() -> Parser:
+    """Builds the parser of the command's flags."""
+    parser = Parser("prefill", __doc__.splitlines()[0], _EPILOG)
+    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="Address at which vLLM reaches the ranks. Default: this machine alone. Whoever "
+        "reaches it is trusted.",
+    )
+    network.add_argument("--port", type=int, default=8300, metavar="N", help="Default: 8300.")
+    network.add_argument(
+        "--lease",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="Time without a word after which vLLM computes a prompt itself. It must be longer "
+        "than a layer of --max-num-batched-tokens takes. Default: 10.",
+    )
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--context-parallel-size",
+        type=int,
+        metavar="N",
+        help="Ranks that share a prompt. Default: 1, or torchrun's processes.",
+    )
+    ranks.add_argument(
+        "--context-parallel-threshold",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Tokens from which a prompt is shared out over ranks; shorter ones stay on one.",
+    )
+    ranks.add_argument(
+        "--max-restarts",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="How often the ranks start again after one of them failed. Default: 1000.",
+    )
+    add_selection_flags(ranks, "auto", "searched, a table that `distca tune partitions` wrote")
+    add_sparsity_flags(ranks)
+    add_calibration_flags(ranks)
+    ranks.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
+        "an H100, or of a core on CPUs.",
+    )
+    ranks.add_argument(
+        "--node-gb-per-s",
+        type=float,
+        metavar="X",
+        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
+        "processes reach on CPUs.",
+    )
+    engine = parser.add_argument_group("engine")
+    add_dtype_flag(engine)
+    engine.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="Tokens of a block of a rank's keys and values. Default: 16, or 256 on GPUs: "
+        "FlashAttention 2 reads multiples of that alone.",
+    )
+    engine.add_argument(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="N",
+        help="Bytes of keys and values on each rank. Default: what --gpu-memory-utilization "
+        "leaves, or 1 GiB on CPUs.",
+    )
+    engine.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="PART",
+        help="Part of a GPU's memory for weights, keys and values.",
+    )
+    engine.add_argument(
+        "--max-num-seqs", type=int, default=64, metavar="N", help="Most prompts that run."
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="Most tokens of an iteration: longer prompts are computed in chunks. Default: 8192.",
+    )
+    engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Keep blocks of ended prompts for prompts that begin the same. Default: on.",
+    )
+    engine.add_argument(
+        "--step-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="Time after which an exchange between ranks has failed, and they start again.",
+    )
+    engine.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="Run code that the model's folder brings along.",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the ranks, or is one of those that torchrun has started.
+
+    Returns:
+        The exit status: that of torchrun, which ends if the ranks fail too often.
+
+    Raises:
+        ValueError: the flags or the model cannot be used.
+        ImportError: a package is missing.
+    """
+    args = build_parser().parse(argv)
+    import torch.distributed as dist
+
+    launched = dist.is_torchelastic_launched()
+    if args.context_parallel_size is None:
+        args.context_parallel_size = int(os.environ["WORLD_SIZE"]) if launched else 1
+    _check_flags(args)
+    try:
+        model, config = _configuration(args)
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'distca[serve]'") from error
+    if launched:
+        return _serve(args, model, config)
+    from torch.distributed.run import main as torchrun
+
+    sys.stderr.write(
+        f"distca prefill: {config.world_size} ranks; vLLM reaches them at {_address(args)}\n"
+    )
+    torchrun(
+        [
+            "--standalone",
+            *("--nproc-per-node", str(config.world_size)),
+            *("--max-restarts", str(args.max_restarts)),
+            *("-m", "distca", "prefill", *argv),
+        ]
+    )
+    return 0
+
+
+def _address(args: argparse.Namespace) -> str:
+    return f"tcp://{args.host}:{args.port}"
+
+
+def _configuration(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns the model and the configuration of the engine.
+
+    Raises:
+        ValueError: the flags don't fit the model or this machine.
+    """
+    import torch
+
+    from distca.attention.choice import check_block_size, default_block_size
+    from distca.inference.llm import configure
+    from distca.inference.models import DTYPES, read_model
+    from distca.inference.pool_size import blocks_in
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    args.dtype = served_dtype(args.dtype)
+    model = read_model(args.model, DTYPES[args.dtype], trust_remote_code=args.trust_remote_code)
+    size = args.block_size or default_block_size()
+    check_block_size(size, model.shape.head_dim)
+    cache_bytes = args.kv_cache_memory_bytes or (None if gpus else 1 << 30)
+    if cache_bytes is not None:
+        blocks_in(cache_bytes, model, size)
+    strategy = served_strategy(args, model)
+    config = configure(
+        model,
+        args.context_parallel_size,
+        strategy=strategy,
+        chain=served_owners(args, model, strategy),
+        block_size=size,
+        cache_bytes=cache_bytes,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        threshold=args.context_parallel_threshold,
+        prefix_caching=args.enable_prefix_caching,
+        step_timeout=args.step_timeout,
+        gpu_utilization=args.gpu_memory_utilization,
+    )
+    if 0 < gpus < config.processes and not os.environ.get("GROUP_WORLD_SIZE"):
+        raise ValueError(
+            f"{config.processes} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
+            "CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+    return model, config
+
+
+def _serve(args: argparse.Namespace, model: Any, config: Any) -> int:
+    """Serves as one of the ranks."""
+    import torch.distributed as dist
+
+    from distca.prefill.facts import model_facts
+    from distca.prefill.front import Front
+    from distca.prefill.messages import Welcome
+    from distca.prefill.ranks import PrefillRank
+
+    logging.basicConfig(format="distca prefill: %(message)s", level=logging.INFO)
+    rank = PrefillRank(config, args.max_num_batched_tokens, args.lease)
+    if dist.get_rank() == 0:
+        facts = model_facts(model.config, args.model, args.dtype)
+        welcome = Welcome(
+            "",
+            config.world_size,
+            args.max_num_batched_tokens,
+            len(model.windows),
+            rank.capacity,
+            args.lease,
+        )
+        front = Front(_address(args), facts, welcome)
+        rank.listen(front)
+        logging.getLogger(__name__).info("ready at %s", front.address)
+    try:
+        rank.serve()
+    finally:
+        rank.close()
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    for flag, value in (
+        ("--context-parallel-size", args.context_parallel_size),
+        ("--block-size", args.block_size),
+        ("--max-num-seqs", args.max_num_seqs),
+        ("--max-num-batched-tokens", args.max_num_batched_tokens),
+        ("--kv-cache-memory-bytes", args.kv_cache_memory_bytes),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value}: give at least 1")
+    for flag, value in (
+        ("--context-parallel-threshold", args.context_parallel_threshold),
+        ("--max-restarts", args.max_restarts),
+    ):
+        if value < 0:
+            raise ValueError(f"{flag} {value}: give 0 or more")
+    for flag, seconds in (("--lease", args.lease), ("--step-timeout", args.step_timeout)):
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"{flag} {seconds}: give more than 0")
+    if not 0 < args.port < 65536:
+        raise ValueError(f"--port {args.port}: give 1 to 65535")
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"--gpu-memory-utilization {args.gpu_memory_utilization}: give more than 0, at most 1"
+        )
+    if args.prefill_strategy == SP_TP:
+        raise ValueError(
+            f"--prefill-strategy {SP_TP} splits weights over processes, and prefill ranks have "
+            "all heads each: choose another"
+        )
+    if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
+        raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")

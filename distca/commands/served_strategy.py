@@ -1,0 +1,60 @@
+"""What travels in prefills, and who owns a prompt's tokens, as the flags say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from distca.commands.chosen_sparsity import chosen_sparsity
+from distca.commands.described import RUNAHEAD
+from distca.commands.served_chain import served_chain
+from distca.commands.served_layouts import SP_TP
+from distca.commands.served_sparsity import near_to_far
+from distca.schedule.serving.csps.pipeline import NearToFar
+
+
+def served_strategy(args: argparse.Namespace, model: Any, longest: int | None = None) -> Any:
+    """Returns what travels in prefills, or who chooses it.
+
+    Args:
+        args: flags.
+        model: model that computes.
+        longest: tokens of the longest prompt; None: it is not known.
+
+    Raises:
+        ValueError: the flags contradict each other, or don't fit the model or the ranks.
+    """
+    ranks = args.context_parallel_size
+    heads = model.kv_heads, model.tensor_parallel_size
+    chosen = partial(chosen_sparsity, args, model, longest)
+    near = near_to_far(args, model.windows, *heads, ranks, ranks, chosen)
+    if near is not None:
+        return near
+    if args.prefill_strategy in (RUNAHEAD, SP_TP):
+        return "pass-kv"
+    if args.prefill_strategy != "auto":
+        return args.prefill_strategy
+    from distca.inference.machine import machine_of
+
+    machine = machine_of(args.profile, args.node_gb_per_s)
+    return machine.selector(args.selector, model.shape, ranks)
+
+
+def served_owners(
+    args: argparse.Namespace, model: Any, strategy: Any, lengths: Sequence[int] = ()
+) -> Any:
+    """Returns who shares out prompts, a chain or levels; None: all ranks evenly, in zigzag.
+
+    Args:
+        args: flags.
+        model: model that computes.
+        strategy: what travels; see `served_strategy`.
+        lengths: tokens of the prompts; none: they are not known.
+
+    Raises:
+        ValueError: the partition cannot be used.
+    """
+    chain = served_chain(args, model, lengths)
+    return strategy.levels if isinstance(strategy, NearToFar) else chain

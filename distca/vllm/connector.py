@@ -1,0 +1,403 @@
+"""vLLM's connector to prefill ranks: long prompts are computed there, everything else by vLLM.
+
+vLLM makes two of them. The one of its scheduler chooses the prompts that are asked for. The one of
+each worker asks for them, and writes the rows that come into vLLM's blocks, between two of vLLM's
+steps. If rows are missing in the end, vLLM computes the prompt itself.
+
+Settings, in `kv_connector_extra_config`:
+
+* `distca_address`: where `distca prefill` listens, `tcp://HOST:PORT`;
+* `distca_min_tokens`: prompts of fewer tokens that vLLM does not have yet are vLLM's own; 1024;
+* `distca_connect_seconds`: how long a worker waits for the ranks at its start; 10.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
+
+from distca.plan.span import Int64s
+from distca.prefill.client import PrefillClient
+from distca.prefill.facts import model_facts
+from distca.prefill.messages import Hello
+from distca.schedule.serving.cdsp.handoff import Transfer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.distca")
+
+MIN_TOKENS = 1024
+"""Fewest tokens that are asked for, where the user does not say."""
+
+_CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 0.01
+"""Seconds that a worker waits for rows where vLLM has nothing else to do."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A prompt whose keys and values are asked for.
+
+    Attributes:
+        number: number that no other load of this engine has.
+        request: vLLM's name of the request.
+        tokens: token ids whose keys and values are wanted, and those before them.
+        start: first position that is wanted.
+        blocks: vLLM's blocks, from the first position of the prompt on.
+        priority: requests of a lower number come first.
+        salt: only requests of the same salt share keys and values.
+    """
+
+    number: int
+    request: str
+    tokens: list[int]
+    start: int
+    blocks: list[int]
+    priority: int
+    salt: bytes
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    """What the scheduler's connector tells the workers' with a step.
+
+    Attributes:
+        begin: loads that begin.
+        cancel: numbers of loads whose requests have ended.
+        idle: whether the step computes nothing.
+    """
+
+    begin: list[Load] = field(default_factory=list)
+    cancel: list[int] = field(default_factory=list)
+    idle: bool = False
+
+
+class DistCAConnector(KVConnectorBase_V1):
+    """See the module.
+
+    Raises:
+        ValueError: the settings cannot be used, or the prefill ranks have another model.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _check(vllm_config)
+        address = _extra(vllm_config, "distca_address", None)
+        scheduler = role == KVConnectorRole.SCHEDULER
+        self._asks = _Asks(vllm_config, address) if scheduler else None
+        self._loads = None if scheduler else _Writes(vllm_config, address)
+
+    # Of vLLM's scheduler.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Says how many tokens behind those that vLLM has are loaded; none: it computes them."""
+        assert self._asks is not None
+        wanted = self._asks.wanted(request, num_computed_tokens)
+        return wanted, wanted > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Takes the blocks of a request that is loaded."""
+        assert self._asks is not None
+        if num_external_tokens:
+            self._asks.begin(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
+        """Tells workers what to load."""
+        assert self._asks is not None
+        return self._asks.take(idle=not scheduler_output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Takes in which loads have ended."""
+        assert self._asks is not None
+        self._asks.ended(connector_output.finished_recving or ())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Takes in that a request has ended. Nothing reads its blocks."""
+        assert self._asks is not None
+        self._asks.forget(request.request_id)
+        return False, None
+
+    # Of vLLM's workers.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Takes the blocks of each layer, and connects to the prefill ranks."""
+        assert self._loads is not None
+        self._loads.connect(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begins the loads of a step."""
+        assert self._loads is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Loads)
+        self._loads.take(metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Writes what has come; returns the requests whose loads have ended."""
+        assert self._loads is not None
+        return None, self._loads.ended() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks that loads which have ended did not fill."""
+        assert self._loads is not None
+        return self._loads.take_missing()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: requests run once all of their layers are loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing: no keys and values leave vLLM."""
+
+    def wait_for_save(self) -> None:
+        """Does nothing: no keys and values leave vLLM."""
+
+    def shutdown(self) -> None:
+        """Ends the connections."""
+        if self._loads is not None:
+            self._loads.close()
+        if self._asks is not None:
+            self._asks.close()
+
+
+class _Asks:
+    """The scheduler's half: which prompts are asked for.
+
+    Args:
+        config: vLLM's configuration.
+        address: where the prefill ranks listen.
+    """
+
+    def __init__(self, config: VllmConfig, address: str) -> None:
+        self._least = int(_extra(config, "distca_min_tokens", MIN_TOKENS))
+        if self._least < 1:
+            raise ValueError(f"distca_min_tokens {self._least}: give at least 1")
+        name = f"{config.kv_transfer_config.engine_id}, scheduler"
+        # It asks for nothing, but knows whether the ranks work.
+        hello = Hello(_facts(config), name)
+        self._client = PrefillClient(address, hello, 1, torch.float32, lambda *_: None)
+        self._open = True
+        self._thread = threading.Thread(target=self._listen, name="distca", daemon=True)
+        self._thread.start()
+        self._next = 0
+        self._begun: list[Load] = []
+        self._cancelled: list[int] = []
+        self._under_way: dict[str, int] = {}
+        self._asked: set[str] = set()
+
+    def wanted(self, request: Request, computed: int) -> int:
+        """Tokens of a request that are asked for; 0: vLLM computes it."""
+        welcome = self._client.welcome
+        # The last token is vLLM's in any case: the one that follows is chosen by it.
+        count = request.num_tokens - 1 - computed
+        if welcome is None or not self._client.ready or count < self._least:
+            return 0
+        if request.request_id in self._asked or request.num_tokens - 1 > welcome.capacity:
+            return 0
+        sampling = request.sampling_params
+        if sampling is not None and sampling.prompt_logprobs is not None:
+            # Logits of all tokens are wanted, which nobody but vLLM computes.
+            return 0
+        if request.lora_request is not None or request.mm_features:
+            return 0
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            return 0
+        return int(count)
+
+    def begin(self, request: Request, blocks: list[int], count: int) -> None:
+        """Asks for the last `count` tokens of a request before its last one."""
+        name = request.request_id
+        # After a failure vLLM asks again, and computes the prompt itself.
+        self._asked.add(name)
+        tokens = list(request.all_token_ids)[: request.num_tokens - 1]
+        salt = (request.cache_salt or "").encode()
+        start = len(tokens) - count
+        load = Load(self._next, name, tokens, start, blocks, request.priority, salt)
+        self._begun.append(load)
+        self._under_way[name] = self._next
+        self._next += 1
+
+    def take(self, idle: bool) -> Loads:
+        """What workers are told with the next step."""
+        loads = Loads(self._begun, self._cancelled, idle)
+        self._begun, self._cancelled = [], []
+        return loads
+
+    def ended(self, requests: Iterable[str]) -> None:
+        """Notes loads that have ended."""
+        for name in requests:
+            self._under_way.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """Notes that a request has ended, and cancels its load."""
+        self._asked.discard(name)
+        number = self._under_way.pop(name, None)
+        if number is not None:
+            self._cancelled.append(number)
+
+    def close(self) -> None:
+        self._open = False
+        self._thread.join(2.0)
+        self._client.close()
+
+    def _listen(self) -> None:
+        while self._open:
+            self._client.poll(0.2)
+
+
+class _Writes:
+    """A worker's half: rows go into vLLM's blocks.
+
+    Args:
+        config: vLLM's configuration.
+        address: where the prefill ranks listen.
+    """
+
+    def __init__(self, config: VllmConfig, address: str) -> None:
+        self._config, self._address = config, address
+        self._size = config.cache_config.block_size
+        self._seconds = float(_extra(config, "distca_connect_seconds", _CONNECT_SECONDS))
+        self._layers: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._loads: dict[Transfer, Load] = {}
+        self._blocks: dict[Transfer, torch.Tensor] = {}
+        self._missing: set[int] = set()
+        self._client: PrefillClient | None = None
+        self._idle = False
+
+    def connect(self, caches: dict[str, torch.Tensor]) -> None:
+        """Takes the blocks of each layer, and waits for the ranks.
+
+        Raises:
+            HandshakeError: they have another model.
+        """
+        layers = self._config.compilation_config.static_forward_context
+        self._layers = {extract_layer_index(name): (layers[name], caches[name]) for name in caches}
+        model, parallel = self._config.model_config, self._config.parallel_config
+        size, whole = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
+        heads, rank = model.get_num_kv_heads(parallel), get_tensor_model_parallel_rank()
+        hello = Hello(
+            _facts(self._config),
+            self._config.kv_transfer_config.engine_id,
+            rank,
+            size,
+            "",
+            rank * whole // size,
+            heads,
+        )
+        dim, dtype = model.get_head_size(), model.dtype
+        self._client = PrefillClient(self._address, hello, dim, dtype, self._write)
+        if self._client.connect(self._seconds):
+            logger.info("DistCA: connected to the prefill ranks at %s", self._address)
+        else:
+            logger.warning(
+                "DistCA: nobody answers at %s: vLLM computes all prompts until `distca prefill` "
+                "runs there",
+                self._address,
+            )
+
+    def take(self, loads: Loads) -> None:
+        """Begins and cancels loads."""
+        assert self._client is not None, "layers come first"
+        self._idle = loads.idle
+        for number in loads.cancel:
+            self._client.cancel(Transfer(number))
+        for load in loads.begin:
+            transfer = Transfer(load.number)
+            self._loads[transfer] = load
+            self._blocks[transfer] = torch.tensor(load.blocks)
+            self._client.begin(transfer, load.tokens, load.start, load.priority, load.salt)
+
+    def ended(self) -> set[str]:
+        """Writes what has come; returns the requests whose loads have ended."""
+        if self._client is None:
+            return set()
+        requests = set()
+        for each in self._client.poll(_IDLE_SECONDS if self._idle and self._loads else 0.0):
+            load = self._loads.pop(each.transfer)
+            del self._blocks[each.transfer]
+            requests.add(load.request)
+            if each.failure:
+                logger.warning("DistCA: %s is not loaded: %s", load.request, each.failure)
+                first, end = load.start // self._size, -(-len(load.tokens) // self._size)
+                self._missing.update(load.blocks[first:end])
+        return requests
+
+    def take_missing(self) -> set[int]:
+        """Blocks that were not filled."""
+        missing, self._missing = self._missing, set()
+        return missing
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _write(
+        self, transfer: Transfer, layer: int, at: Int64s, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Writes rows into blocks, whatever layout they have: by the layer's own backend."""
+        module, cache = self._layers[layer]
+        positions = torch.from_numpy(at)
+        slots = self._blocks[transfer][positions // self._size] * self._size
+        slots += positions % self._size
+        placed = (each.to(cache.device) for each in (keys, values))
+        module.impl.do_kv_cache_update(module, *placed, cache, slots.to(cache.device))
+
+
+def _extra(config: VllmConfig, name: str, default: Any) -> Any:
+    return config.kv_transfer_config.get_from_extra_config(name, default)
+
+
+def _facts(config: VllmConfig) -> dict[str, str]:
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return model_facts(model.hf_text_config, model.model, dtype)
+
+
+def _check(config: VllmConfig) -> None:
+    """Refuses, before vLLM loads anything, what cannot work."""
+    transfer, model = config.kv_transfer_config, config.model_config
+    if not _extra(config, "distca_address", None):
+        raise ValueError(
+            "DistCAConnector needs to know where `distca prefill` listens: add "
+            '"kv_connector_extra_config": {"distca_address": "tcp://HOST:PORT"} to '
+            "--kv-transfer-config"
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            'DistCAConnector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: '
+            "else requests fail where the prefill ranks do"
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "DistCAConnector knows no pipeline stages: leave --pipeline-parallel-size out"
+        )
+    if model.use_mla:
+        raise ValueError(
+            f"DistCAConnector: {model.model} has multi-latent attention, which the prefill ranks "
+            "do not compute"
+        )
