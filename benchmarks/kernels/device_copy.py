@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # virtual ranks are shared with tests
 
 from benchmarks.arguments import Parser
-from distca.transport.channels import channel_number
 from distca.transport.device import BLOCKS
 from support.exchanges import CHANNELS, sizes_of
 from support.virtual_ranks import VirtualRanks
@@ -81,7 +80,7 @@ def measure(megabytes: int, rounds: int, bulk: bool, blocks: int) -> tuple[float
     """Seconds of one message: sent, waited for and released by the kernels; and plainly copied."""
     nbytes = megabytes * 1_000_000
     virtual, channel = VirtualRanks(2, nbytes, bulk=bulk, blocks=blocks), CHANNELS[0]
-    number, stream = channel_number(channel), torch.cuda.current_stream()
+    number, stream = channel.number, torch.cuda.current_stream()
     matrix = np.array([[0, nbytes], [0, 0]])
     of_ranks = [sizes_of(matrix, rank) for rank in (0, 1)]
     source, target = (virtual.staging[rank][channel][:nbytes] for rank in (0, 1))

@@ -36,6 +36,11 @@ class Channel(NamedTuple):
     direction: Direction
     slot: int
 
+    @property
+    def number(self) -> int:
+        """Number of the channel, the same on every rank."""
+        return self.slot * len(DIRECTIONS) + DIRECTIONS.index(self.direction)
+
 
 @dataclass(frozen=True)
 class ChannelBytes:

@@ -1,4 +1,4 @@
-"""Channel numbers, arenas and failures, for transports that run `protocol/exchange.h`."""
+"""Slots, arenas and failures, for transports that run `protocol/exchange.h`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,8 @@ ARENA_ALIGNMENT = 4096
 DONE, NOT_YET, TIMED_OUT, DIED, LEFT, ABORTED = range(6)
 
 
-def channel_number(channel: Channel) -> int:
-    """Returns the number of a channel, which selects its flags in the control memory."""
-    assert 0 <= channel.slot < SLOTS
-    return channel.slot * len(DIRECTIONS) + DIRECTIONS.index(channel.direction)
-
-
 def _channel_of(number: int) -> Channel:
-    """Returns the inverse of `channel_number`."""
+    """Returns the channel of a number."""
     return Channel(DIRECTIONS[number % len(DIRECTIONS)], number // len(DIRECTIONS))
 
 
@@ -35,6 +29,7 @@ def arena_offsets(sizes: Mapping[Channel, ChannelBytes]) -> tuple[dict[Channel, 
     bytes."""
     begins, end = {}, 0
     for channel, room in sizes.items():
+        assert channel.slot < SLOTS, f"slot {channel.slot} has no flags in the control memory"
         begins[channel] = end
         end += -(-room.receive // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
     return begins, end

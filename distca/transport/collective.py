@@ -17,7 +17,6 @@ from distca.transport.base import (
     Transport,
     first_bytes,
 )
-from distca.transport.channels import channel_number
 
 MAX_CTAS = 8
 """Thread blocks of NCCL in an exchange, by default: as many as the nvshmem transport's kernel has.
@@ -128,7 +127,7 @@ class CollectiveTransport(Transport):
         # The group's own methods: torch.distributed's functions accept registered groups alone, and
         # one that spans two default groups is not (`megatron_patches/pipeline/processes.py`).
         if self._group.name() == "gloo":
-            tag = channel_number(channel)
+            tag = channel.number
             receives = [
                 self._group.recv([received[begin:end]], rank, tag)
                 for rank, begin, end in sizes.incoming
@@ -167,7 +166,7 @@ def send_in_one_batch(
         staged: the messages that leave, likewise.
         sizes: sizes of the messages.
     """
-    tag = channel_number(channel)
+    tag = channel.number
     batch = [
         dist.P2POp(action, memory[begin:end], group=group, tag=tag, group_peer=rank)
         for action, memory, messages in (

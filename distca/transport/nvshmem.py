@@ -32,7 +32,7 @@ from distca.transport.base import (
     TransportError,
     first_bytes,
 )
-from distca.transport.channels import CHANNELS, arena_offsets, channel_number, describe_abort
+from distca.transport.channels import CHANNELS, arena_offsets, describe_abort
 from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with_nvshmem
 from distca.transport.device import DeviceRank, Kernels, control_bytes
 from distca.transport.shared_segments import machine_id
@@ -261,7 +261,7 @@ class NvshmemTransport(Transport):
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         self._raise_failure()
-        number = channel_number(channel)
+        number = channel.number
         self._epochs[number] += 1
         epoch, stream = self._epochs[number], self._streams[number]
         received = first_bytes(self._arenas[channel], sizes.received)

@@ -34,7 +34,6 @@ from distca.transport.channels import (
     NOT_YET,
     Failure,
     arena_offsets,
-    channel_number,
 )
 from distca.transport.compiled import host_library
 from distca.transport.shared_segments import SymmetricMemory, machine_id
@@ -128,7 +127,7 @@ class SharedMemoryTransport(Transport):
             parts = [part[begin : begin + room.receive] for part in memory.parts]
             self._arenas[channel] = parts[self.rank]
             self._staging[channel] = torch.empty(room.send, dtype=torch.uint8)
-            number = channel_number(channel)
+            number = channel.number
             self._native.distca_set_arenas(self._handle, number, _addresses(memory.parts, begin))
         # This frees the old memory, in which nothing is under way.
         self._memory = memory
@@ -141,7 +140,7 @@ class SharedMemoryTransport(Transport):
         received = first_bytes(self._arenas[channel], sizes.received)
         staging = first_bytes(self._staging[channel], sizes.sent)
         send, _, put_at = sizes.words
-        number = channel_number(channel)
+        number = channel.number
         self._exchanges[number] += 1
         to, of = self._next_epochs(number, sizes)
         if self._members_only:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from distca.transport import ChannelBytes
-from distca.transport.channels import arena_offsets, channel_number
+from distca.transport.channels import arena_offsets
 from distca.transport.compiled_cuda import kernels_of_mapped_peers
 from distca.transport.device import BLOCKS, DeviceRank, Kernels, control_bytes
 from support.exchanges import CHANNELS, message, sizes_of
@@ -89,7 +89,7 @@ class VirtualRanks:
             with torch.cuda.stream(stream):
                 staging.copy_(torch.cat(pieces).pin_memory(), non_blocking=True)
             arena = self.begins[channel]
-            where = channel_number(channel), self.epochs[channel]
+            where = channel.number, self.epochs[channel]
             if self.mode == "kernel":
                 self.endpoints[rank].send(*where, staging, sizes.words, arena, stream)
                 continue
@@ -106,7 +106,7 @@ class VirtualRanks:
             sizes, stream = sizes_of(matrix, rank), self.streams[rank][channel]
             begin = self.begins[channel]
             received = self.arenas[rank][begin : begin + sum(sizes.receive)]
-            where = channel_number(channel), self.epochs[channel]
+            where = channel.number, self.epochs[channel]
             self.endpoints[rank].wait(*where, received, stream)
             pieces = [message(number, peer, rank, n) for peer, n in enumerate(sizes.receive)]
             with torch.cuda.stream(stream):
