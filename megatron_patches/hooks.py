@@ -385,7 +385,16 @@ CPU_LOOP = (
 )
 """The same in Megatron-LM's loop."""
 
-TABLE = (ADD_FLAGS, *LOOP, *MENDS, *SAVING, *CPU, *CPU_LOOP)
+CHECKED = Hook(
+    "megatron.training.*",
+    "validate_args",
+    "checks once more when it starts, and fails on what the first check derived or removed",
+    lambda _: cpu.nothing,
+    until=(0, 18),
+)
+"""The row for programs that check flags before they start Megatron (`parts.py`), then put back."""
+
+TABLE = (ADD_FLAGS, *LOOP, *MENDS, *SAVING, *CPU, *CPU_LOOP, CHECKED)
 """All rows."""
 
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"

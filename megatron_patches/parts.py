@@ -101,9 +101,11 @@ def initialize(args: Namespace) -> Namespace:
     initialize_megatron = _adapted("initialize").initialize_megatron
     with contextlib.redirect_stdout(io.StringIO()):
         if INITIALIZING_CHECKS:
-            # It refuses values that the first check derived.
-            args.start_weight_decay = args.end_weight_decay = None
-            initialize_megatron(parsed_args=args, allow_no_cuda=True)
+            hooks.apply((hooks.CHECKED,))
+            try:
+                initialize_megatron(parsed_args=args, allow_no_cuda=True)
+            finally:
+                hooks.CHECKED.undo()
         else:
             _adapted("global_vars").set_global_variables(args)
             initialize_megatron(allow_no_cuda=True)
