@@ -16,6 +16,9 @@ BALANCED_BY_PASS = ["global_aux_loss"]
 if MEGATRON >= (0, 19):
     BALANCED_BY_PASS.append("quantile_balancing")
 
+NEWER_FLAGS = MEGATRON >= (0, 18)
+"""Whether it has the flags of validation sets' names and of an evaluation's micro-batches."""
+
 COUNTS_PAIRS = MEGATRON >= (0, 19)
 """Whether Megatron-LM counts operations by the pairs of documents, so that logs have a rate."""
 
