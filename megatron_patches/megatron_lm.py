@@ -56,14 +56,11 @@ def pretrain(environment: Mapping[str, str]) -> None:
     from megatron.training import pretrain as megatron_pretrain
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-        # Checkpoints load at other parallel sizes.
-        parser.set_defaults(**OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
-        refuse_what_cannot_be_read(parser)
         # Megatron-LM's message follows the usage, hundreds of lines, on every rank.
         parser.error = functools.partial(  # type: ignore[method-assign]
             refuse_in_a_line, parser, environment
         )
-        return add_distca_arguments(parser)
+        return add_our_arguments(parser)
 
     def parsed(args: Namespace, whole: bool) -> None:
         refuse_a_file_of_flags(args.yaml_cfg, environment)
@@ -192,8 +189,17 @@ def _check_parsed_with_our_flags() -> None:
         )
 
 
+def add_our_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the `--distca` flags and our defaults to Megatron-LM's parser, in programs of ours."""
+    # Checkpoints load at other parallel sizes.
+    parser.set_defaults(**OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
+    refuse_what_cannot_be_read(parser)
+    return add_distca_arguments(parser)
+
+
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the `--distca` flags to Megatron-LM's parser; `--distca` also sets what it needs."""
+    """Adds the `--distca` flags to the parser of Megatron-LM's script; with `--distca` also our
+    defaults."""
     if asks_for_distca():
         parser.set_defaults(**OUR_DATA)
         refuse_what_cannot_be_read(parser)

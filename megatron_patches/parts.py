@@ -17,8 +17,6 @@ from megatron.core.enums import ModelType
 from megatron_patches import hooks
 from megatron_patches.batches.micro_batch import forward_step
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.distca import add_distca_arguments
-from megatron_patches.flags.numbers import refuse_what_cannot_be_read
 from megatron_patches.flags.unknown import explained
 from megatron_patches.loop.checkpoint_folder import (
     checkpoint_name,
@@ -29,7 +27,7 @@ from megatron_patches.loop.checkpoint_folder import (
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 from megatron_patches.loop.megatron_hooks import checked
-from megatron_patches.megatron_lm import OUR_DATA, build_stage
+from megatron_patches.megatron_lm import add_our_arguments, build_stage
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 from megatron_patches.versions import INITIALIZING_CHECKS
 
@@ -46,13 +44,7 @@ def build_parser() -> ArgumentParser:
     """Makes a parser of Megatron-LM's flags and ours."""
     arguments = _adapted("arguments")
     parser = ArgumentParser(allow_abbrev=False)
-    return _with_ours(arguments.add_megatron_arguments(parser))
-
-
-def _with_ours(parser: ArgumentParser) -> ArgumentParser:
-    parser.set_defaults(**OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
-    refuse_what_cannot_be_read(parser)
-    return add_distca_arguments(parser)
+    return add_our_arguments(arguments.add_megatron_arguments(parser))
 
 
 def parse_args(argv: Sequence[str], rank: int = 0, world_size: int = 1) -> Namespace:
@@ -69,7 +61,7 @@ def parse_args(argv: Sequence[str], rank: int = 0, world_size: int = 1) -> Names
     arguments = _adapted("arguments")
 
     def add(parser: ArgumentParser) -> ArgumentParser:
-        parser = _with_ours(parser)
+        parser = add_our_arguments(parser)
         parser.error = functools.partial(_raise, parser)  # type: ignore[method-assign]
         # It is called without a command line, and would take that of the process.
         parser.parse_args = functools.partial(  # type: ignore[method-assign,assignment]
