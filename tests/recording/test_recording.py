@@ -218,15 +218,16 @@ def test_defects_are_seen_that_losses_do_not_show(ranks) -> None:
 
 def _other_owners() -> Iterator[None]:
     """Ranks own other tokens in decoding: answers are the same but for rounding."""
-    from distca.schedule.serving.scheduler import Scheduler
+    from distca.schedule.serving.block_owners import BlockOwners
 
-    owners = Scheduler._owners
+    owners = BlockOwners.of_new_blocks
 
-    def turned(self: Any, each: Any, count: int) -> list[int]:
-        found = owners(self, each, count)
-        return [(rank + 1) % self._world_size for rank in found]
+    def turned(self: Any, each: Any, count: int, blocks: int) -> list[int]:
+        ranks = sorted(self._computing)
+        found = [ranks.index(rank) for rank in owners(self, each, count, blocks)]
+        return [ranks[(number + 1) % len(ranks)] for number in found]
 
-    with mock.patch.object(Scheduler, "_owners", turned):
+    with mock.patch.object(BlockOwners, "of_new_blocks", turned):
         yield
 
 
