@@ -15,6 +15,7 @@ copies and launches of rows that move, and kernels of a second task shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,8 +25,10 @@ from distca.schedule import document_loads
 from distca.simulate.baselines import BASELINES
 from distca.simulate.bins import GATHERED, VARIABLE, BaselineLayout, Bins, keeps
 from distca.simulate.costs import ModelCosts
+from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.one_f_one_b import Passes
+from distca.simulate.outcome import Outcome
 from distca.simulate.sharing import (
     Group,
     Shared,
@@ -37,10 +40,22 @@ from distca.simulate.sharing import (
     hop_seconds,
     ring_copies,
 )
-from distca.simulate.workload import Candidate, Workload, layout_of, options_of
+from distca.simulate.workload import (
+    Candidate,
+    Workload,
+    incoming_of,
+    layout_of,
+    options_of,
+    planner_of,
+)
 
 _ROUNDING = 1 - 1e-6
 """Share of a bound that rounding in the simulation (of bytes to whole ones) cannot undercut."""
+
+
+_SERVERS, _MANY = 16, 4
+"""Servers whose pools are simulated for a bound, two pools at least; and how many times as many
+servers the job must have."""
 
 
 class Bounds:
@@ -53,12 +68,13 @@ class Bounds:
 
     def __init__(self, workload: Workload, sequences: Sequence[Int64s]) -> None:
         self._workload = workload
-        self._lengths = np.concatenate(sequences)
+        self._sequences, self._lengths = sequences, np.concatenate(sequences)
         self._tokens = int(self._lengths.sum())
         self._pairs = _pairs(workload, self._lengths)
         number = np.repeat(np.arange(len(sequences)), [len(each) for each in sequences])
         self._of_sequence = np.bincount(number, self._pairs, minlength=len(sequences))
         self._found: dict[Candidate, float] = {}
+        self._iterations: dict[Candidate, Outcome] = {}
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns seconds that an iteration of the batch takes at least."""
@@ -69,7 +85,8 @@ class Bounds:
     def _seconds(self, candidate: Candidate) -> float:
         costs = self._workload.costs(candidate.tensor)
         if candidate.system not in BASELINES:
-            return self._with_plans(candidate, costs)
+            few = self._few_pools(candidate)
+            return self._with_plans(candidate, costs) if few is None else few.seconds
         layout = layout_of(candidate)
         if candidate.system == HYBRID:
             return self._hybrid(layout, costs)
@@ -81,13 +98,13 @@ class Bounds:
         """Forward seconds of a pair on one GPU with its heads."""
         return costs.shape.flops_per_pair / (costs.cluster.attention_tflops * 1e12)
 
-    def _document_seconds(self, costs: ModelCosts) -> float:
-        """Forward seconds of all documents in a mean layer, on one GPU with its heads."""
+    def _document_seconds(self, costs: ModelCosts, lengths: Int64s) -> float:
+        """Forward seconds of documents in a mean layer, on one GPU with its heads."""
         if not self._workload.model.sees_all:
             # A task's share of its tiles is an average, so that cuts may save some with windows.
-            return float(self._pairs.sum()) * self._pair_seconds(costs)
+            return float(_pairs(self._workload, lengths).sum()) * self._pair_seconds(costs)
         kernel = costs.cluster.attention_cost(costs.shape)
-        return float(document_loads(self._lengths, Mask(), kernel).sum())
+        return float(document_loads(lengths, Mask(), kernel).sum())
 
     def _in_turn(self, system: str, layout: BaselineLayout, costs: ModelCosts) -> float:
         """Bound where each bin has equally many whole sequences, one after the other."""
@@ -135,12 +152,57 @@ class Bounds:
             least = np.where(needed <= size, np.minimum(least, seconds), least)
         return float(least.sum() / ranks)
 
+    def least_memory(self, candidate: Candidate) -> float:
+        """Returns bytes that a GPU needs at least with server pools, which `space.least_memory`
+        does not know; 0.0 where that is not known here either."""
+        outcome = self._few_pools(candidate)
+        if outcome is None:
+            return 0.0
+        costs = self._workload.costs(candidate.tensor)
+        ranks = outcome.gpus // candidate.tensor
+        # Among all replicas each has less of the optimizer's state than among few.
+        few, every = (costs.state_bytes(0, 1, number) for number in (ranks, candidate.data))
+        return float(outcome.memory_bytes.max()) - few + every
+
+    def _few_pools(self, candidate: Candidate) -> Outcome | None:
+        """Simulates an iteration of a few server pools, those with most work, where there are many.
+
+        Pools of whole nodes share no link, so an iteration of all of them takes at least as long;
+        the reduction of gradients takes less among fewer replicas.
+
+        Returns:
+            Figures of the iteration; None: without pools, or where they are too few.
+        """
+        size = candidate.pool_size
+        number = max(_SERVERS // size, 2) if size is not None else 0
+        if size is None or candidate.data < _MANY * number * size:
+            return None
+        if candidate not in self._iterations:
+            costs = self._workload.costs_of(candidate)
+            incoming = incoming_of(candidate, self._workload, self._sequences)
+            parts = planner_of(candidate, self._workload).assign(incoming)
+            of_token = float(costs.passes @ costs.layer_seconds())
+            both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
+            work = []
+            for of_pool in zip(*parts, strict=True):
+                lengths = np.concatenate([documents.lengths for documents in of_pool])
+                attention = both_ways * self._document_seconds(costs, lengths)
+                work.append(attention + of_token * float(lengths.sum()))
+            chosen = np.argsort(-np.array(work), kind="stable")[:number].tolist()
+            few = planner_of(replace(candidate, data=number * size), self._workload)
+            self._iterations[candidate] = simulate_ticks(
+                few.plan_assigned([[of_pools[each] for each in chosen] for of_pools in parts]),
+                costs,
+                backward="keep" if candidate.keeps_inputs else "resend",
+            )
+        return self._iterations[candidate]
+
     def _with_plans(self, candidate: Candidate, costs: ModelCosts) -> float:
         """Bound of DistCA: all ranks share all work, and linear layers run tick after tick."""
         cluster = costs.cluster
         stages, many = candidate.stages, candidate.micro_batches
         both_ways = float(costs.passes @ [1, cluster.backward_over_forward])
-        attention = both_ways * self._document_seconds(costs)
+        attention = both_ways * self._document_seconds(costs, self._lengths)
         shared = self._workload.model.layers * attention / (stages * candidate.data)
         tokens = self._tokens / (candidate.data * many)
         layers = self._workload.model.layers // stages

@@ -38,13 +38,14 @@ _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
 _LAST_RESORTS = 4
 """Configurations, those that need least memory, that are tried with less where none fits."""
-_WAVE = 8
-"""Most configurations that run before others are held against them."""
-_COMPARED = 3
-"""Batches by which `advise` chooses among the fastest configurations, and their variants."""
+_WAVE, _PAIR = 8, 2
+"""Most configurations that run before others are held against them; and with `--distca`."""
+_COMPARED, _COMPARED_SEQUENCES = 3, 96
+"""Batches by which `advise` chooses among the fastest configurations, and their variants; fewer if
+these have as many sequences together, since large batches differ less."""
 _KEPT, _KEPT_WITH_PLANS = 6, 3
 """Configurations of a baseline, and with `--distca`, that `advise` compares by these batches: with
-fewer, the best ring of the README's job was missed."""
+fewer, the best ring of the README's job was missed. Where one batch chooses, one is enough."""
 _NEAR = 1.005
 """Ratio to the best configuration's first batch up to which a variant of it runs more batches."""
 _WORTH_IT = 1.01
@@ -95,13 +96,16 @@ class Effort:
         fitting: number of configurations that are to fit in the first round; None: all that do.
         first: number of batches of the first round; at most all.
         keep: number of configurations, fastest in the first batch, that are found for sure. The
-            first round leaves out configurations whose bounds are above these, and with `--distca`
-            those that only divide a batch further than others that fit: without a pipeline this
-            costs launches and exchanges and gains memory alone. None: none is left out.
+            first round leaves out configurations whose bounds are above these. With `--distca` it
+            also leaves out pipelines whose `estimate` is above these, and configurations that only
+            divide a batch further than others that fit: without a pipeline this costs launches and
+            exchanges and gains memory alone. None: none is left out.
         near: ratio to the best estimate up to which tensor-parallel sizes take turns. An estimate
             says least of small ones, whose exchanges are large.
         tolerances: values of `Candidate.tolerance`: the first round has the first one, and where
             nothing fits, the last one is tried, too.
+        alternatives: function of a configuration that fits, which returns others for the first
+            round, before further ones are held against all that fit.
         variants: function of the configurations that fit, the fastest first, which returns more, or
             the same, for the first round.
         rounds: for each further round the number of configurations, and of batches.
@@ -117,6 +121,7 @@ class Effort:
     keep: int | None = None
     near: float = 0.0
     tolerances: Sequence[float | None] = (None,)
+    alternatives: Callable[[Candidate, Workload], list[Candidate]] | None = None
     variants: Callable[[Sequence[Candidate]], list[Candidate]] = lambda fitting: []
     rounds: Sequence[tuple[int, int]] = ()
     compared: int | None = None
@@ -158,7 +163,7 @@ def find_best(
     elif effort.keep is not None:
         left = sorted(able, key=bounds.seconds)
     left = [replace(candidate, tolerance=effort.tolerances[0]) for candidate in left]
-    search = _Search(workload, batches, evaluate, effort, left, bounds)
+    search = _Search(workload, documents, batches, evaluate, effort, left, bounds)
     best: Candidate | None = None
     while search.left and best is None:
         best = search.next_best()
@@ -204,6 +209,7 @@ class _Search:
 
     Attributes:
         workload: model, cluster and sizes.
+        documents: sequences of the first batch.
         batches: number of all batches.
         evaluate: simulates configurations.
         effort: extent of the search.
@@ -213,6 +219,7 @@ class _Search:
     """
 
     workload: Workload
+    documents: Sequence[Int64s]
     batches: int
     evaluate: Evaluate
     effort: Effort
@@ -226,9 +233,6 @@ class _Search:
         fitting = self._first_round()
         variants = effort.variants(fitting)
         order = self._run(variants, effort.first)
-        failed = [c for c in variants if not self._fits(c)]
-        smaller = [o for each in failed for o in with_more_micro_batches(each, self.workload)]
-        order = self._run([*order, *dict.fromkeys(smaller)], effort.first)
         order += [c for c in fitting if c not in variants]
         begun = list(order)
         for number, count in effort.rounds:
@@ -258,6 +262,7 @@ class _Search:
         effort, left = self.effort, self.left
         wanted = len(left) if effort.fitting is None else effort.fitting
         fitting: list[Candidate] = []
+        others: list[Candidate] = []
         tries = 0
         while left and len(fitting) < wanted and (not fitting or tries < _TRIES * wanted):
             # Of each a substitute may run, too.
@@ -266,9 +271,45 @@ class _Search:
             if not some:
                 break
             tries += len(some)
-            fitting += self._run(some, effort.first)
+            found = self._run(some, effort.first)
+            fitting += found
+            others += self._run_alternatives(found)
             left[:0] = self._substitutes(some)
-        return sorted(fitting, key=lambda candidate: self._seconds(candidate, effort.first))
+        both = [*fitting, *others]
+        return sorted(both, key=lambda candidate: self._seconds(candidate, effort.first))
+
+    def _run_alternatives(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Runs alternatives of configurations, with more micro-batches where they do not fit, but
+        for those that `Effort.keep` leaves out; returns those that fit."""
+        more, usable = self.effort.alternatives, self.workload.cluster.usable_bytes
+        left = [o for each in found for o in (more(each, self.workload) if more else [])]
+        able: list[Candidate] = []
+        while left:
+            failed = [each for each in left if self.bounds.least_memory(each) > usable]
+            left = sorted((each for each in left if each not in failed), key=self._least)
+            some = [each for each in left if self._least(each) <= self._most][:_PAIR]
+            able += self._run(some, self.effort.first)
+            failed += [each for each in some if not self._fits(each)]
+            left = [each for each in left if each not in some] if some else []
+            left += [o for each in failed for o in with_more_micro_batches(each, self.workload)]
+        return able
+
+    @property
+    def _most(self) -> float:
+        """Seconds of the first batch above which `Effort.keep` leaves configurations out."""
+        keep = self.effort.keep
+        first = sorted(run[0].seconds for c, run in self.trials.items() if self._fits(c))
+        return first[keep - 1] if keep is not None and len(first) >= keep else np.inf
+
+    def _least(self, candidate: Candidate) -> float:
+        """Returns seconds that a configuration takes at least in the first batch.
+
+        An `estimate` is no bound, as idle stages may take more than their share of a tick.
+        """
+        seconds = self.bounds.seconds(candidate)
+        if candidate.system in DISTCA_SYSTEMS and candidate.stages > 1:
+            return max(seconds, estimate(candidate, self.workload, self.documents))
+        return seconds
 
     def _take(self, number: int, fitting: Sequence[Candidate]) -> list[Candidate]:
         """Takes the next configurations from `left`, but for those that `Effort.keep` leaves out.
@@ -282,15 +323,15 @@ class _Search:
             some = left[:number]
             del left[:number]
             return some
-        first = sorted(self.trials[candidate][0].seconds for candidate in fitting)
-        slowest = first[keep - 1] if len(first) >= keep else np.inf
         some = []
+        wave = _WAVE if self.effort.alternatives is None else _PAIR
+        most = self._most
         for candidate in left:
-            if len(some) == min(number, _WAVE):
+            if len(some) == min(number, wave):
                 break
             before = (*fitting, *some)
             divided = any(_only_divides_further(candidate, other) for other in before)
-            if not divided and self.bounds.seconds(candidate) <= slowest:
+            if not divided and self._least(candidate) <= most:
                 some.append(candidate)
         left[:] = [candidate for candidate in left if candidate not in some]
         return some
@@ -324,8 +365,10 @@ class _Search:
         """
         count = self._compared_batches
         for variants, worth_it in self.effort.sweeps:
-            begun = self._run(variants(best, self.workload), 1, in_order=True)
             most = max(worth_it, _NEAR) * self._seconds(best, 1)
+            tried = variants(best, self.workload)
+            tried = [c for c in tried if c.pool_size is None or self.bounds.seconds(c) <= most]
+            begun = self._run(tried, 1, in_order=True)
             near = [candidate for candidate in begun if self._seconds(candidate, 1) <= most]
             able = [best, *self._run(near, count, in_order=True)]
             fastest = min(self._seconds(candidate, count) for candidate in able)
@@ -387,10 +430,9 @@ def advise(
     Configurations run the first batch: those of a baseline in the order of their lower bounds, and
     as long as these are below the time of the few fastest; those with `--distca`, whose planning
     takes longer, in the order of `estimate`, until enough of them fit, and these with server pools.
-    The fastest of these run
-    three batches, by which the best one is chosen; and that with chains, keys and values instead of
-    latents, other tolerances, inputs that are kept, pools without ping-pong, and plans for a slower
-    network, too. The best one runs all batches.
+    The fastest of these run up to three batches, by which the best one is chosen; and that with
+    chains, keys and values instead of latents, other tolerances, inputs that are kept, pools
+    without ping-pong, and plans for a slower network, too. The best one runs all batches.
 
     Args:
         workload: model, cluster and sizes.
@@ -407,14 +449,16 @@ def advise(
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
-    without_plans = Effort(keep=_KEPT, rounds=((_KEPT, _COMPARED),), compared=1, batches=_COMPARED)
+    several = min(-(-_COMPARED_SEQUENCES // workload.sequences), _COMPARED, len(batches))
+    kept, kept_with_plans = (_KEPT, _KEPT_WITH_PLANS) if several > 1 else (1, 1)
+    without_plans = Effort(keep=kept, rounds=((kept, several),), compared=1, batches=several)
     with_plans = Effort(
         fitting=finalists,
-        keep=_KEPT_WITH_PLANS,
-        variants=lambda fitting: [*fitting, *(c for f in fitting for c in with_pools(f, workload))],
-        rounds=((_KEPT_WITH_PLANS, _COMPARED),),
+        keep=kept_with_plans,
+        alternatives=with_pools,
+        rounds=((kept_with_plans, several),),
         compared=1,
-        batches=_COMPARED,
+        batches=several,
         sweeps=(
             (with_chains, _WORTH_IT),
             (without_latents, 1.0),

@@ -18,6 +18,7 @@ from distca.cost.model_sizes import ModelSize
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s, distinct
 from distca.schedule import (
+    Documents,
     ExecutionOptions,
     GlobalBatchPlanner,
     LinearWork,
@@ -293,13 +294,67 @@ def plan_global_batch(
     Raises:
         ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
     """
-    # Ranks are numbered as in Megatron: those of the first stage, of the second, ...
-    servers = np.arange(stages * data_parallel, dtype=np.int64).reshape(stages, data_parallel)
+    servers = _servers(stages, data_parallel)
     # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
     planner = GlobalBatchPlanner(
         servers, config, options, masks or LayerMasks(), 0, False, linear_work, row_multiple
     )
     return planner.plan(documents_in_turn(windows, options.chain))
+
+
+def _servers(stages: int, data_parallel: int) -> Int64s:
+    """Numbers ranks as Megatron does: those of the first stage, of the second, and so on."""
+    return np.arange(stages * data_parallel, dtype=np.int64).reshape(stages, data_parallel)
+
+
+def planner_of(candidate: Candidate, workload: Workload) -> GlobalBatchPlanner:
+    """Makes the planner of a configuration with `--distca`.
+
+    Args:
+        candidate: system and parallel sizes.
+        workload: model, cluster and sizes.
+    """
+    costs, model = workload.costs_of(candidate), workload.model
+    config = ScheduleConfig(
+        tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
+        shape=costs.comm_shape,
+        cost_model=costs.cluster.attention_cost(costs.shape),
+        links=workload.planned_links(candidate),
+        max_buffer_bytes=candidate.max_buffer_bytes,
+    )
+    pairs = None if candidate.pool_size is None else token_pairs(costs)
+    linear_work = LinearWork.of_parameters(
+        model.layer_parameters,
+        model.vocabulary_parameters,
+        model.layers // candidate.stages,
+        model.heads * (model.head_dim + model.value_dim) // 2,
+    )
+    return GlobalBatchPlanner(
+        _servers(candidate.stages, candidate.data),
+        config,
+        options_of(candidate, pairs),
+        model.masks,
+        # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
+        checks=False,
+        linear_work=linear_work,
+        row_multiple=candidate.tensor,
+    )
+
+
+def incoming_of(
+    candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]
+) -> list[Documents]:
+    """Returns the documents of each micro-batch, or chain of them, before they are shared out.
+
+    Args:
+        candidate: a configuration with `--distca`.
+        workload: model, cluster and sizes.
+        sequences: lengths of the documents in each sequence, int64.
+    """
+    count = candidate.micro_batches // candidate.chain
+    each = workload.sequences // count
+    windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(count)]
+    return documents_in_turn(windows, candidate.chain)
 
 
 def simulate(
@@ -330,33 +385,10 @@ def simulate(
     if candidate.system in BASELINES:
         lengths = np.concatenate(sequences)
         return simulate_baseline(candidate.system, lengths, layout_of(candidate), costs)
-    costs = workload.costs_of(candidate)
-    config = ScheduleConfig(
-        tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
-        shape=costs.comm_shape,
-        cost_model=costs.cluster.attention_cost(costs.shape),
-        links=workload.planned_links(candidate),
-        max_buffer_bytes=candidate.max_buffer_bytes,
-    )
-    count = candidate.micro_batches // candidate.chain
-    each = workload.sequences // count
-    windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(count)]
-    pairs = None if candidate.pool_size is None else token_pairs(costs)
-    options = options_of(candidate, pairs)
-    model = workload.model
-    linear_work = LinearWork.of_parameters(
-        model.layer_parameters,
-        model.vocabulary_parameters,
-        model.layers // candidate.stages,
-        model.heads * (model.head_dim + model.value_dim) // 2,
-    )
-    sizes = candidate.stages, candidate.data
-    planned = plan_global_batch(
-        windows, *sizes, config, options, model.masks, linear_work, candidate.tensor
-    )
+    planner = planner_of(candidate, workload)
     outcome = simulate_ticks(
-        planned,
-        costs,
+        planner.plan(incoming_of(candidate, workload, sequences)),
+        workload.costs_of(candidate),
         ablation=ablation,
         recording=recording,
         backward="keep" if candidate.keeps_inputs else "resend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from distca.simulate import (
 from distca.simulate.bounds import Bounds
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.sharing import Group, ring
-from distca.simulate.trials import Trials
+from distca.simulate.trials import Trial, Trials
 from distca.simulate.workload import DISTCA_SYSTEMS
 from support.simulated import costs_on
 
@@ -176,3 +177,48 @@ def test_alike_ranks_of_a_ring_are_simulated_once() -> None:
         assert ours.shape == theirs.shape
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-9)
     assert (each.attention[:, 0] != each.attention[:, -1]).all()
+
+
+def test_an_iteration_of_a_few_pools_is_a_bound_of_all() -> None:
+    """It is close, has at most the memory of all, and is simulated where pools are many."""
+    context, sequences = 32_768, 32
+    workload = Workload(
+        MODELS["llama-8b"],
+        replace(CLUSTERS["dgx-h200"], charges=PUBLISHED),
+        gpus=128,
+        context=context,
+        sequences=sequences,
+        tolerance=0.05,
+    )
+    lengths = draw(DISTRIBUTIONS["pretrain"], sequences * context, 0)
+    documents = pack_sequences(lengths, sequences, context)
+    bounds = Bounds(workload, documents)
+    plain = Candidate("tiles", 2, 1, 64, 1, 2)
+    assert bounds.least_memory(plain) == 0.0
+    for pools in (replace(plain, pool_size=4), replace(plain, pool_size=8, keeps_inputs=True)):
+        outcome = simulate(pools, workload, documents)
+        least = 0.95 if pools.pool_size == 4 else 0.9
+        assert least < bounds.seconds(pools) / outcome.seconds <= 1
+        assert least < bounds.least_memory(pools) / outcome.memory_bytes.max() <= 1
+        # Sharing among all ranks says less.
+        assert bounds.seconds(pools) > 1.01 * bounds.seconds(replace(pools, pool_size=None))
+
+
+def test_one_batch_chooses_where_it_has_many_sequences() -> None:
+    """Of the job's batches the best configuration alone runs all."""
+    many = replace(JOB, sequences=96)
+    batches = [batch(seed, sequences=96) for seed in range(3)]
+    with Trials(many, batches) as trials:
+        counts: dict[Candidate, int] = {}
+        real = trials.first
+
+        def counted(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+            found = real(some, count)
+            counts.update({each: len(run) for each, run in found.items()})
+            return found
+
+        trials.first = counted  # type: ignore[method-assign]
+        (choice,) = advise(many, batches, ["cp-p2p"], [1, 2], [1], trials=trials)
+    assert choice.candidate is not None
+    assert len(counts) > 1
+    assert [each for each, count in counts.items() if count > 1] == [choice.candidate]

@@ -33,6 +33,7 @@ deterministic: ties go to the lower number.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -118,7 +119,7 @@ class TilesScheduler:
             ranks_per_node=config.links.ranks_per_node,
             block=config.block,
         )
-        found = []
+        placements = []
         for base_share, slack in _settings(len(capacities)):
             setting = replace(
                 packing,
@@ -126,7 +127,8 @@ class TilesScheduler:
                 slack=slack * config.tolerance,
                 overfill=(1 - slack) * config.tolerance,
             )
-            found.append(self._candidate(lengths, place_balanced(lengths, loads, setting), mask))
+            placements.append(place_balanced(lengths, loads, setting))
+        found = [self._candidate(lengths, each, mask) for each in _different(placements)]
         bound = config.max_buffer_bytes
         too_much = bound is not None and all(c.most_received > bound for c in found)
         if too_much or len(capacities) <= _FEW_RANKS:
@@ -184,6 +186,15 @@ class TilesScheduler:
             f"the busiest server has {chosen.imbalance:.3f} times the mean load, above the "
             f"tolerance of {config.tolerance}: {why}",
         )
+
+
+def _different(placements: Sequence[Placement]) -> list[Placement]:
+    """Returns the first of equal placements: settings often agree on few ranks."""
+    found: dict[bytes, Placement] = {}
+    for each in placements:
+        columns = np.stack([each.document, each.start, each.end, each.rank])
+        found.setdefault(columns.tobytes(), each)
+    return list(found.values())
 
 
 def move_tiles(plan: Plan, config: ScheduleConfig) -> Plan:

@@ -166,9 +166,18 @@ class GlobalBatchPlanner:
         Raises:
             ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
         """
-        number = sum(documents.micro_batches for documents in incoming)
-        schedule = self.options.tick_schedule(number, self.stages)
-        micro_batches = self.micro_batches(incoming)
+        return self._planned(self.micro_batches(incoming))
+
+    def plan_assigned(self, parts: Sequence[Sequence[Documents]]) -> PlannedGlobalBatch:
+        """Plans a global batch whose documents are assigned to server pools.
+
+        Args:
+            parts: documents of each pool in each micro-batch, as `assign` returns them.
+        """
+        return self._planned(self._of_pools(parts))
+
+    def _planned(self, micro_batches: Sequence[PlannedMicroBatch]) -> PlannedGlobalBatch:
+        schedule = self.options.tick_schedule(len(micro_batches), self.stages)
         ticks = self.ticks(micro_batches, schedule.ticks)
         size = None if self._server_pools is None else self._server_pools.size
         return PlannedGlobalBatch(
@@ -214,21 +223,36 @@ class GlobalBatchPlanner:
                 f"micro-batches of {found} tokens: they must all hold the same number, a multiple "
                 f"of {parts}"
             )
+        if self._server_pools is not None:
+            return self._of_pools(self.assign(incoming))
         planned: list[PlannedMicroBatch] = []
-        if (pools := self._server_pools) is not None:
-            speeds = self.config.speeds_of(self.world_size)
-            lengths = np.concatenate([documents.lengths for documents in incoming])
-            for of_micro_batch in pools.assign(incoming, self._work(lengths), speeds):
-                number = len(planned)
-                of_pools = [
-                    planner._chain(documents, number)[0]
-                    for planner, documents in zip(self._pool_planners, of_micro_batch, strict=True)
-                ]
-                planned.append(pools.join(of_pools))
-            return planned
         for documents in self.share_out(incoming):
             planned += self._chain(documents, len(planned))
         return planned
+
+    def _of_pools(self, parts: Sequence[Sequence[Documents]]) -> list[PlannedMicroBatch]:
+        """Plans micro-batches, each pool's documents over its own ranks."""
+        assert self._server_pools is not None
+        return [
+            self._server_pools.join(
+                [
+                    planner._chain(documents, number)[0]
+                    for planner, documents in zip(self._pool_planners, of_pools, strict=True)
+                ]
+            )
+            for number, of_pools in enumerate(parts)
+        ]
+
+    def assign(self, incoming: Sequence[Documents]) -> list[list[Documents]]:
+        """Assigns documents to the server pools: see `ServerPools.assign`.
+
+        Args:
+            incoming: documents of each micro-batch, as for `plan`.
+        """
+        assert self._server_pools is not None
+        lengths = np.concatenate([documents.lengths for documents in incoming])
+        speeds = self.config.speeds_of(self.world_size)
+        return self._server_pools.assign(incoming, self._work(lengths), speeds)
 
     def ticks(
         self, micro_batches: Sequence[PlannedMicroBatch], ticks: Sequence[Tick]
