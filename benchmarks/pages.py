@@ -86,8 +86,8 @@ def main() -> None:
     changed, unmarked = sources.stale_pages(RESULTS)
     for name in changed:
         print(f"{name}: code that it depends on has changed since it was made")
-    for name in unmarked:
-        print(f"{name}: no digest, since all of it or a part was made before pages had any")
+    for name, commit in unmarked.items():
+        print(f"{name}: no digest; all of it or a part is of commit {commit}")
     print(f"{len(changed)} pages may be stale, {len(unmarked)} have no digest")
 
 

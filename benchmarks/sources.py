@@ -8,6 +8,8 @@ machine, versions of libraries, lists of lengths.
 `python benchmarks/pages.py --check` compares the digests. A digest that differs says that code
 changed, not that a number did: most changes of the planner change no figure of a page, and to run
 all pages anew takes hours. So the check is a note, and no test fails by it.
+
+Pages that are older than digests, all or in part, end with the commit whose code made them instead.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("benchmarks", "distca", "megatron_patches")
 _MARK = "<!-- made by {script}, sources {digest} -->"
+_DATED = re.compile(
+    r"^(?:Made|All other figures made) by the code of commit ([0-9a-f]+), [\d-]+\.$", re.MULTILINE
+)
 _MARKED = re.compile(r"^<!-- made by (\S+), sources (\w+) -->$", re.MULTILINE)
 
 
@@ -35,24 +40,37 @@ def mark(script: Path) -> str:
     return _MARK.format(script=name, digest=digest_of_script(name))
 
 
-def stale_pages(folder: Path) -> tuple[list[str], list[str]]:
+def stale_pages(folder: Path) -> tuple[list[str], dict[str, str | None]]:
     """Compares the digests of all pages in a folder with today's code.
 
     Returns:
-        Pages whose code has changed or is gone, and pages without a digest, both as paths in the
-        folder.
+        Pages whose code has changed or is gone, and the commit of pages without a digest, or None
+        where they name none; all pages as paths in the folder.
     """
-    changed, unmarked = [], []
+    changed: list[str] = []
+    unmarked: dict[str, str | None] = {}
     for page in sorted(folder.rglob("*.md")):
         name = page.relative_to(folder).as_posix()
-        found = _MARKED.search(page.read_text())
+        text = page.read_text()
+        found = _MARKED.search(text)
         if found is None:
-            unmarked.append(name)
+            dated = _DATED.search(text)
+            unmarked[name] = None if dated is None else dated.group(1)
             continue
         script, digest = found.groups()
         if not (ROOT / script).is_file() or digest_of_script(script) != digest:
             changed.append(name)
     return changed, unmarked
+
+
+def commit_of(page: str) -> str | None:
+    """Returns the line in which a page names the commit whose code made it; None: it does not.
+
+    Args:
+        page: Markdown.
+    """
+    found = _DATED.search(page)
+    return None if found is None else found.group(0)
 
 
 @lru_cache(maxsize=64)

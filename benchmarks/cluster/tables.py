@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import sources
 from benchmarks.cluster.report import K, Options, Report, table
 from benchmarks.cluster.search import Sweep, best_of
 from benchmarks.cluster.sweep import Case, Runner
@@ -186,6 +187,7 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
             f"Made anew: {', '.join(anew)}. All other figures are of an earlier version of the "
             f"code: `{_stored_command(name)}`.",
             "",
+            *_stored_commit(name),
         ]
     for row, case in zip(rows, cases, strict=True):
         _fill(row, case, found)
@@ -209,6 +211,12 @@ def _stored_command(name: str) -> str:
     commands = re.findall(r"`(python benchmarks/cluster/paper.py .*?)`", _stored_page(name))
     # A table of which a part was made anew names the older command last.
     return str(commands[-1])
+
+
+def _stored_commit(name: str) -> list[str]:
+    """Lines that name the commit which made most figures of a stored table, if that is known."""
+    commit = sources.commit_of((STORED / f"{name}.md").read_text())
+    return [] if commit is None else [commit.replace("Made", "All other figures made"), ""]
 
 
 def _stored_page(name: str) -> str:

@@ -36,7 +36,7 @@ def forget() -> None:
         function.cache_clear()
 
 
-def stale(repository: Path) -> tuple[list[str], list[str]]:
+def stale(repository: Path) -> tuple[list[str], dict[str, str | None]]:
     forget()
     return sources.stale_pages(repository / "results")
 
@@ -45,17 +45,21 @@ def test_a_page_is_stale_when_code_changes_that_its_script_uses(repository: Path
     results = repository / "results"
     results.mkdir()
     pages.write(results / "page.md", "# Page\n", str(repository / "benchmarks" / "script.py"))
-    (results / "older.md").write_text("# Older\n")
-    assert stale(repository) == ([], ["older.md"])
+    (results / "older.md").write_text(
+        "# Older\n\nMade by the code of commit 9236283, 2026-11-23.\n"
+    )
+    (results / "unknown.md").write_text("# Unknown\n")
+    older: dict[str, str | None] = {"older.md": "9236283", "unknown.md": None}
+    assert stale(repository) == ([], older)
     one = repository / "distca" / "one.py"
     # Neither texts and annotations, nor what a package has beside it, are any of its code.
     one.write_text('def used(n: int) -> int:\n    """Adds one."""\n    return n + 1  # More\n')
     (repository / "distca" / "two.py").write_text("def other(n):\n    return 7\n")
-    assert stale(repository) == ([], ["older.md"])
+    assert stale(repository) == ([], older)
     one.write_text("def used(n):\n    return n + 2\n")
-    assert stale(repository) == (["page.md"], ["older.md"])
+    assert stale(repository) == (["page.md"], older)
     (repository / "benchmarks" / "script.py").unlink()
-    assert stale(repository) == (["page.md"], ["older.md"])
+    assert stale(repository) == (["page.md"], older)
 
 
 def test_messages_of_errors_are_no_code_but_conditions_are(repository: Path) -> None:
@@ -77,3 +81,9 @@ def test_the_check_is_a_note(
     pages.main()
     *_, last = capsys.readouterr().out.splitlines()
     assert last.endswith("have no digest")
+
+
+def test_every_page_says_which_code_made_it() -> None:
+    """By a digest, or by the commit where it is older."""
+    _, unmarked = sources.stale_pages(pages.RESULTS)
+    assert [name for name, commit in unmarked.items() if commit is None] == []
