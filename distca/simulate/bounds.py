@@ -152,6 +152,11 @@ class Bounds:
             least = np.where(needed <= size, np.minimum(least, seconds), least)
         return float(least.sum() / ranks)
 
+    def has_many_pools(self, candidate: Candidate) -> bool:
+        """Whether the bound is a simulated iteration of a few of the server pools."""
+        size = candidate.pool_size
+        return size is not None and candidate.data >= _MANY * _few(candidate) * size
+
     def least_memory(self, candidate: Candidate) -> float:
         """Returns bytes that a GPU needs at least with server pools, which `space.least_memory`
         does not know; 0.0 where that is not known here either."""
@@ -165,7 +170,8 @@ class Bounds:
         return float(outcome.memory_bytes.max()) - few + every
 
     def _few_pools(self, candidate: Candidate) -> Outcome | None:
-        """Simulates an iteration of a few server pools, those with most work, where there are many.
+        """Simulates an iteration of a few server pools, where there are many: the one with the
+        largest micro-batch, and those with most work.
 
         Pools of whole nodes share no link, so an iteration of all of them takes at least as long;
         the reduction of gradients takes less among fewer replicas.
@@ -173,10 +179,9 @@ class Bounds:
         Returns:
             Figures of the iteration; None: without pools, or where they are too few.
         """
-        size = candidate.pool_size
-        number = max(_SERVERS // size, 2) if size is not None else 0
-        if size is None or candidate.data < _MANY * number * size:
+        if not self.has_many_pools(candidate):
             return None
+        size, number = candidate.pool_size or 1, _few(candidate)
         if candidate not in self._iterations:
             costs = self._workload.costs_of(candidate)
             incoming = incoming_of(candidate, self._workload, self._sequences)
@@ -188,7 +193,11 @@ class Bounds:
                 lengths = np.concatenate([documents.lengths for documents in of_pool])
                 attention = both_ways * self._document_seconds(costs, lengths)
                 work.append(attention + of_token * float(lengths.sum()))
-            chosen = np.argsort(-np.array(work), kind="stable")[:number].tolist()
+            tokens = [[int(each.lengths.sum()) for each in of_pools] for of_pools in parts]
+            # Memory depends on the largest micro-batch.
+            fullest = int(np.max(tokens, axis=0).argmax())
+            order = np.argsort(-np.array(work), kind="stable").tolist()
+            chosen = list(dict.fromkeys([fullest, *order]))[:number]
             few = planner_of(replace(candidate, data=number * size), self._workload)
             self._iterations[candidate] = simulate_ticks(
                 few.plan_assigned([[of_pools[each] for each in chosen] for of_pools in parts]),
@@ -214,6 +223,11 @@ class Bounds:
         head = tokens * sum(costs.head_seconds()) + sum(costs.head_launch_seconds())
         ticks = len(options_of(candidate).tick_schedule(many, stages).ticks) / 2
         return max(shared + many * (tick + head / stages), ticks * tick + many * head)
+
+
+def _few(candidate: Candidate) -> int:
+    """Server pools that are simulated for a bound."""
+    return max(_SERVERS // (candidate.pool_size or 1), 2)
 
 
 def _pairs(workload: Workload, lengths: Int64s) -> Floats:

@@ -28,6 +28,8 @@ from distca.simulate.plan_costs import PlanCosts, TimedExchange
 from distca.simulate.resources import Resources, Transfer
 
 _PHASES: dict[Pass, tuple[str, str]] = {"forward": FORWARD_PHASES, "backward": BACKWARD_PHASES}
+_DEDICATED = -1
+"""Stage of a dedicated server: the last element of what each stage has, which is added for it."""
 _SUFFIX: dict[Pass, str] = {"forward": "", "backward": " backward"}
 
 
@@ -43,6 +45,8 @@ def simulate_ticks(
 ) -> Outcome:
     """Simulates a global batch.
 
+    Dedicated servers, which hold no model, have the numbers after those of all stages.
+
     Args:
         planned: ticks and plans of the batch.
         costs: costs of the model on the cluster.
@@ -54,7 +58,7 @@ def simulate_ticks(
         backward: value of `--distca-backward`.
 
     Raises:
-        ValueError: model chunks do not divide the layers.
+        ValueError: model chunks do not divide the layers, or dedicated servers are to keep inputs.
     """
     run = _Run(planned, costs, cost_model, ablation, speeds, recording, backward)
     return run.outcome()
@@ -77,11 +81,13 @@ class _Run:
         parts = schedule.stages * schedule.chunks
         if costs.model.layers % parts:
             raise ValueError(f"{parts} model chunks do not divide {costs.model.layers} layers")
+        if backward == "keep" and planned.ticks[0].plans[0].world_size > planned.servers.size:
+            raise ValueError("dedicated servers keep no inputs: simulate with backward='resend'")
         self._planned, self._costs = planned, costs
         self._layers = costs.model.layers // parts
         self._servers = planned.servers
-        ranks = planned.servers.size
-        self._stage = np.empty(ranks, dtype=np.int64)
+        ranks = planned.ticks[0].plans[0].world_size
+        self._stage = np.full(ranks, _DEDICATED, dtype=np.int64)
         for stage, members in enumerate(planned.servers):
             self._stage[members] = stage
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
@@ -118,7 +124,7 @@ class _Run:
                 )
             self._record_tick(tick, start)
             if tick.direction == "backward":
-                runs = np.array([work is not None for work in tick.work])[self._stage]
+                runs = np.array([*(work is not None for work in tick.work), False])[self._stage]
                 self._last_backward = np.where(runs, start, self._last_backward)
                 self._held = np.where(runs, held, self._held)
             self._pass_on(tick, nano_costs)
@@ -399,6 +405,8 @@ class _Run:
             kernels = np.zeros(resources.ranks, dtype=np.int64)
             if tick.direction == "backward":
                 kernels = np.stack([each.kernel_memory for each in nano_costs]).max(axis=0)
+            alone = self._stage == _DEDICATED
+            most[alone] = np.maximum(most[alone], kernels[alone])
             for stage, work in enumerate(tick.work):
                 members = self._servers[stage]
                 if work is None:
@@ -425,4 +433,4 @@ class _Run:
         # Row indices of all masks are there at once.
         buffers = replace(buffers, indices=len(self._planned.masks.masks) * buffers.indices)
         reserved = buffers.with_headroom(HEADROOM).total(nano_batches)
-        return most + np.array(state)[self._stage] + reserved
+        return most + np.array([*state, 0.0])[self._stage] + reserved

@@ -20,6 +20,7 @@ from distca.simulate.space import (
     candidates,
     divisions,
     estimate,
+    only_divides_further,
     sizes_of,
     with_chains,
     with_kept_inputs,
@@ -330,7 +331,7 @@ class _Search:
             if len(some) == min(number, wave):
                 break
             before = (*fitting, *some)
-            divided = any(_only_divides_further(candidate, other) for other in before)
+            divided = any(only_divides_further(candidate, other) for other in before)
             if not divided and self._least(candidate) <= most:
                 some.append(candidate)
         left[:] = [candidate for candidate in left if candidate not in some]
@@ -361,12 +362,19 @@ class _Search:
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps.
 
-        Variants that are clearly slower in the first batch run no others.
+        Variants that are clearly slower in the first batch run no others. Where that batch alone
+        chooses, among many server pools, a few of these tell which variant is fastest.
         """
         count = self._compared_batches
         for variants, worth_it in self.effort.sweeps:
-            most = max(worth_it, _NEAR) * self._seconds(best, 1)
             tried = variants(best, self.workload)
+            if count == 1 and all(self.bounds.has_many_pools(c) for c in (best, *tried)):
+                usable = self.workload.cluster.usable_bytes
+                fit = [best, *(c for c in tried if self.bounds.least_memory(c) <= usable)]
+                least = min(map(self.bounds.seconds, fit))
+                best = next(c for c in fit if self.bounds.seconds(c) <= worth_it * least)
+                continue
+            most = max(worth_it, _NEAR) * self._seconds(best, 1)
             tried = [c for c in tried if c.pool_size is None or self.bounds.seconds(c) <= most]
             begun = self._run(tried, 1, in_order=True)
             near = [candidate for candidate in begun if self._seconds(candidate, 1) <= most]
@@ -404,15 +412,6 @@ class _Search:
         failed = [candidate for candidate in some if not self._fits(candidate)]
         less = [other for each in failed for other in with_less_memory(each, self.workload)]
         return [candidate for candidate in less if candidate not in self.trials]
-
-
-def _only_divides_further(candidate: Candidate, other: Candidate) -> bool:
-    """Returns whether a configuration with `--distca` is another but for more micro-batches, and
-    has no pipeline that these would fill."""
-    if candidate.system not in DISTCA_SYSTEMS or candidate.stages > 1:
-        return False
-    more = candidate.micro_batches > other.micro_batches
-    return more and replace(candidate, micro_batches=other.micro_batches) == other
 
 
 def advise(

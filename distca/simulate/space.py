@@ -286,6 +286,15 @@ def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Ca
     return [replace(candidate, micro_batches=more)]
 
 
+def only_divides_further(candidate: Candidate, other: Candidate) -> bool:
+    """Returns whether a configuration with `--distca` is another but for more micro-batches, and
+    has no pipeline that these would fill."""
+    if candidate.system not in DISTCA_SYSTEMS or candidate.stages > 1:
+        return False
+    more = candidate.micro_batches > other.micro_batches
+    return more and replace(candidate, micro_batches=other.micro_batches) == other
+
+
 def sizes_of(candidate: Candidate) -> Candidate:
     """Returns the configuration that `divisions` gave, without bounds, chains, tolerance, and
     choices of latents, inputs, planned links, server pools and ping-pong."""

@@ -275,7 +275,7 @@ def plan_global_batch(
     options: ExecutionOptions,
     masks: LayerMasks | None = None,
     linear_work: LinearWork | None = None,
-    row_multiple: int = 1,
+    dedicated: int = 0,
 ) -> PlannedGlobalBatch:
     """Makes all plans of a global batch.
 
@@ -289,7 +289,7 @@ def plan_global_batch(
         options: scheduler, nano-batches and pipeline schedule.
         masks: tokens that a query sees in the layers of a model chunk; None: all earlier tokens of
             its document.
-        linear_work, row_multiple: as for `GlobalBatchPlanner`.
+        linear_work, dedicated: as for `GlobalBatchPlanner`.
 
     Raises:
         ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
@@ -297,7 +297,7 @@ def plan_global_batch(
     servers = _servers(stages, data_parallel)
     # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
     planner = GlobalBatchPlanner(
-        servers, config, options, masks or LayerMasks(), 0, False, linear_work, row_multiple
+        servers, config, options, masks or LayerMasks(), dedicated, False, linear_work
     )
     return planner.plan(documents_in_turn(windows, options.chain))
 
