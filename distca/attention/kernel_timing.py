@@ -92,6 +92,27 @@ class KernelTimer:
 
         return fastest(run, self._synchronize, budget, self._clock)
 
+    def backward_over_forward(self, tokens: int, budget: float = 0.1) -> float:
+        """Measures a document's backward pass over its forward pass.
+
+        Args:
+            tokens: tokens of the document.
+            budget: seconds that may be spent on each of the two.
+        """
+        q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
+        edges = torch.tensor([0, tokens], dtype=torch.int32)
+        tasks = KernelTasks(edges, edges, True, window_left=None, softmax_scale=0.1)
+        out, lse = self._kernel.forward(q, k, v, tasks)
+
+        def forward() -> None:
+            self._kernel.forward(q, k, v, tasks)
+
+        def backward() -> None:
+            self._kernel.backward(out, q, k, v, out, lse, tasks)
+
+        took = fastest(backward, self._synchronize, budget, self._clock)
+        return took / fastest(forward, self._synchronize, budget, self._clock)
+
     def _synchronize(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
@@ -138,6 +159,7 @@ def profile_kernel(
     device: str = "cpu",
     min_length: int = 32,
     told: Callable[[], None] = lambda: None,
+    budget: float = 0.1,
 ) -> Profile:
     """Measures this machine at each pair of `profiled_lengths`.
 
@@ -147,6 +169,7 @@ def profile_kernel(
         device: "cpu" or "cuda".
         min_length: tokens from which on each length is twice the one before.
         told: function that is called after each pair of lengths.
+        budget: seconds that may be spent on each call.
 
     Raises:
         ValueError: the grid would have fewer than two lengths.
@@ -158,9 +181,9 @@ def profile_kernel(
     diagonal = [[0.0] * len(lengths) for _ in lengths]
     cells = [(i, j) for i in range(len(lengths)) for j in range(len(lengths))]
     for i, j in cells:
-        full[i][j] = timer.seconds(lengths[i], lengths[j], causal=False)
+        full[i][j] = timer.seconds(lengths[i], lengths[j], False, budget)
         if j >= i:
-            diagonal[i][j] = timer.seconds(lengths[i], lengths[j], causal=True)
+            diagonal[i][j] = timer.seconds(lengths[i], lengths[j], True, budget)
         told()
     for i in range(len(lengths)):
         for j in range(i):
@@ -172,6 +195,18 @@ def profile_kernel(
         shape,
         _provenance(device, kernel),
     )
+
+
+def backward_over_forward(shape: AttentionShape, tokens: int, device: str) -> float:
+    """Measures how many times as long as its forward pass a document's backward pass takes.
+
+    Args:
+        shape: heads; `dtype_bytes` 4 is float32, 2 bfloat16.
+        tokens: tokens of the document.
+        device: "cpu" or "cuda".
+    """
+    kernel = select_kernel_of_heads(device, shape.head_dim, shape.value_dim)
+    return KernelTimer(kernel, shape, tokens, device).backward_over_forward(tokens)
 
 
 def _provenance(device: str, kernel: Kernel) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from distca.attention.kernel import Gradients, KernelTasks
+
 
 def attend(
     q_THD: torch.Tensor,
@@ -76,3 +78,40 @@ def document_visibility(
             visible[own, own] &= chunk[:, None] == chunk[None, :]
         start += length
     return visible
+
+
+def attend_tasks(
+    dout_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    tasks: KernelTasks,
+) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
+    """Computes what `Kernel.forward` and `Kernel.backward` do, task by task, in float64 on the CPU.
+
+    Returns:
+        `(out, lse, (dq, dk, dv))`; a row that sees no key has no gradient.
+    """
+    dout, q, k, v = (each.detach().double().cpu() for each in (dout_THD, q_THD, k_THD, v_THD))
+    q, k, v = (each.requires_grad_() for each in (q, k, v))
+    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
+    q_edges, kv_edges = tasks.cu_seqlens_q.tolist(), tasks.cu_seqlens_kv.tolist()
+    for task in range(len(q_edges) - 1):
+        rows = slice(q_edges[task], q_edges[task + 1])
+        columns = slice(kv_edges[task], kv_edges[task + 1])
+        visible = task_visibility(
+            rows.stop - rows.start,
+            columns.stop - columns.start,
+            causal=tasks.causal,
+            window_left=tasks.window_left,
+        )
+        out, lse = attend(
+            q[rows], k[columns], v[columns], visible, tasks.softmax_scale, softcap=tasks.softcap
+        )
+        outs.append(out)
+        lses.append(lse)
+    out, lse = torch.cat(outs), torch.cat(lses)
+    if out.requires_grad:
+        out.backward(dout)  # type: ignore[no-untyped-call]
+    dq, dk, dv = (torch.zeros_like(x) if x.grad is None else x.grad.nan_to_num() for x in (q, k, v))
+    return out.detach(), lse.detach(), (dq, dk, dv)

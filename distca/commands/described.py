@@ -87,7 +87,11 @@ def add_cluster_flags(parser: Parser) -> Group:
     """Adds the flags of `cluster_of`, but for charges; returns their group."""
     cluster = parser.add_argument_group("cluster (a preset, and what differs from it)")
     cluster.add_argument(
-        "--cluster", default="dgx-h100", metavar="NAME", help=f"A preset: {', '.join(CLUSTERS)}."
+        "--cluster",
+        default="dgx-h100",
+        metavar="NAME|FILE",
+        help=f"A preset: {', '.join(CLUSTERS)}; or a file that `distca verify` measured, "
+        "cluster.json.",
     )
     for name, what in _OVERRIDES.items():
         kind = int if name == "gpus_per_node" else float
@@ -287,15 +291,17 @@ def latents_of(given: dict[str, int], preset: Latents | None) -> Latents | None:
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
     """Returns the cluster that the flags describe, with its charges."""
-    if args.cluster not in CLUSTERS:
+    measured = args.cluster not in CLUSTERS and args.cluster.endswith(".json")
+    if not measured and args.cluster not in CLUSTERS:
         raise ValueError(unknown("cluster", args.cluster, CLUSTERS))
+    base = Cluster.load(Path(args.cluster)) if measured else CLUSTERS[args.cluster]
     given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
     for name, value in given.items():
         if not 0 < value < float("inf"):
             raise ValueError(f"{flag_of(name)} {value} must be positive and finite")
     if given.get("linear_mfu", 0) > 1:
         raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
-    cluster = replace(CLUSTERS[args.cluster], **given, charges=_charges(args))
+    cluster = replace(base, **given, charges=_charges(args))
     if cluster.attention_tflops > cluster.peak_tflops:
         raise ValueError(
             f"attention cannot reach {cluster.attention_tflops:g} TFLOP/s of a GPU with a peak of "

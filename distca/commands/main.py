@@ -24,6 +24,7 @@ COMMANDS = {
     "profile": "measure this machine's attention kernel, so that plans can use its times",
     "build": "compile the transports' native code ahead of a run",
     "doctor": "say what is present, what is missing and what to install",
+    "verify": "prove that this machine works and measure it, one line a stage",
 }
 _EXAMPLES = """
 examples:

@@ -6,8 +6,10 @@ Presets take their figures from published sources, which stand beside them. Your
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import numpy as np
 
@@ -82,6 +84,26 @@ class Cluster:
                 raise ValueError(f"{self.name}: {field.name} is {value}: give a positive number")
         if self.linear_mfu > 1:
             raise ValueError(f"{self.name}: linear_mfu is {self.linear_mfu}: a part of the peak")
+
+    def save(self, path: Path) -> None:
+        """Writes a readable JSON file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Cluster:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            ValueError: the file is missing, or describes no cluster.
+        """
+        try:
+            saved = json.loads(path.read_text())
+            return Cluster(**saved | {"charges": Charges(**saved["charges"])})
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(
+                f"{path} describes no cluster ({error}): make it with `distca verify --output`"
+            ) from error
 
     @property
     def usable_bytes(self) -> float:

@@ -98,6 +98,8 @@ NOT_RUN = {
     r"python benchmarks/kernels/(attention|layer)\.py --device cuda .*": "needs a GPU",
     r"python -m megatron_patches\.llama .*": "needs a model; test_llama.py has some",
     r"distca generate .*": "needs a model; test_generate.py has a small one",
+    r"distca verify.*": "test_verify.py runs its stages",
+    r"distca simulate --cluster machine.*": "test_verify.py makes a file and simulates with it",
     r"distca tune .*": "needs a model; test_tune.py has a small one",
     r"distca simulate prefill .* --calibration .*": "needs one; test_chosen_sparsity.py has it",
     r"distca simulate --serving .*": "takes a minute; test_serving_requests.py has a small trace",

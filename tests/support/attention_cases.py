@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distca.attention.reference import attend, task_visibility
+from distca.attention import KernelTasks
+from distca.attention.reference import attend_tasks
 
 SCALE = 0.35
 Case = list[tuple[int, int]]
@@ -46,23 +47,9 @@ def make_inputs(
 
 def reference(tensors, edges, causal: bool, window: int | None, softcap: float | None = None):
     """Output, LSE and gradients, task by task, in float64."""
-    q, k, v, dout = (x.double().detach() for x in tensors)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
-    for i in range(len(edges[0]) - 1):
-        rows = slice(int(edges[0][i]), int(edges[0][i + 1]))
-        columns = slice(int(edges[1][i]), int(edges[1][i + 1]))
-        visible = task_visibility(
-            rows.stop - rows.start, columns.stop - columns.start, causal=causal, window_left=window
-        )
-        out, lse = attend(q[rows], k[columns], v[columns], visible, SCALE, softcap=softcap)
-        outs.append(out)
-        lses.append(lse)
-    out, lse = torch.cat(outs), torch.cat(lses)
-    if out.requires_grad:
-        out.backward(dout)
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v)]
-    return out.detach(), lse.detach(), [g.nan_to_num() for g in gradients]
+    q, k, v, dout = tensors
+    tasks = KernelTasks(*edges, causal, window, SCALE, softcap)
+    return attend_tasks(dout, q, k, v, tasks)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

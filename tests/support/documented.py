@@ -279,6 +279,12 @@ def _check_torchrun(words: list[str], whole: bool) -> None:
     if len(words) == 1 and words[0].startswith("--"):
         assert words[0] in get_args_parser()._option_string_actions, words[0]
         return
+    if "distca" in words:
+        module = words.index("distca")
+        get_args_parser().parse_args([*words[: module - 1], "distca"])
+        run = importlib.import_module("distca.commands.main").main
+        parse_alone(lambda: run(words[module + 1 :]), whole=whole)
+        return
     if "megatron_patches.pretrain" in words:
         module = words.index("megatron_patches.pretrain")
         words = [*words[: module - 1], "pretrain_gpt.py", *words[module + 1 :]]

@@ -250,7 +250,7 @@ def install(native: Any) -> None:
 
             return self._start("recv", [], tensors, begin)
 
-        def barrier(self, options: Any = None) -> Work:
+        def barrier(self, opts: Any = None) -> Work:
             native.synchronize("nccl barrier", native.device(), 0, 0)
             return Work(self._gloo.barrier().wait, native.new_event(), None)
 

@@ -345,7 +345,8 @@ inline Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (delayed) {
     c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     auto bytes = as_cpu(from).clone();
-    to.fill_(at::isFloatingType(to.scalar_type()) ? NAN : -1);
+    const bool whole = !at::isFloatingType(to.scalar_type());
+    to.fill_(!whole ? NAN : to.scalar_type() == at::kByte ? 255 : -1);
     std::lock_guard<std::mutex> lock(arriving_mutex());
     arriving().push_back({to, bytes, current_key(device)});
   } else if (lands || leaves) {

@@ -1,0 +1,59 @@
+"""Stage: tiny models answer on all ranks as one process with transformers' own attention does."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import torch.distributed as dist
+
+from distca.attention.choice import default_block_size
+from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
+from distca.inference.llm import LLM, configure
+from distca.inference.models import read_model
+from distca.inference.sampling import SamplingParams
+from distca.inference.small_models import VOCABULARY, save_small_model
+from distca.inference.verify import compare
+from distca.schedule.serving.layer_plans import PrefillStrategy
+
+FAMILIES: dict[str, PrefillStrategy] = {
+    "llama": "pass-kv",
+    "mistral": "pass-q",
+    "qwen3_moe": "pass-kv",
+}
+"""Families: groups of heads, windows, experts; and what travels between ranks in prefills."""
+_PROMPTS = [[(7 * n + n * n) % VOCABULARY for n in range(length)] for length in (90, 300, 33)]
+_TOKENS = 8
+
+
+def check_answers(context: Context) -> Found:
+    """Holds answers of each family against one process's, eager and with CUDA graphs."""
+    if importlib.util.find_spec("transformers") is None:
+        raise NotRun("transformers is not installed: pip install 'distca[serve]'")
+    ways = [("eager", True), ("CUDA graphs", False)] if context.on_gpu else [("eager", True)]
+    for (family, strategy), (way, eager) in itertools.product(FAMILIES.items(), ways):
+        folder = str(save_small_model(family, context.folder))
+        model = read_model(folder, context.dtype)
+        config = configure(
+            model,
+            context.size,
+            strategy=strategy,
+            block_size=default_block_size(),
+            cache_bytes=1 << 24,
+            max_num_batched_tokens=256,
+            enforce_eager=eager,
+            keeps_logits=True,
+        )
+        done = LLM(config).generate(_PROMPTS, SamplingParams(_TOKENS))
+        if context.rank == 0:
+            found = compare(model, done, greedy=True)
+            if not found.holds:
+                raise Fault(
+                    f"{family}, {way}, on {context.size} rank(s): {found.line}",
+                    ("give --enforce-eager, and " if not eager else "") + REPORT,
+                )
+        dist.barrier(group=context.control)
+    said = " and ".join(way for way, _ in ways)
+    return Found(
+        f"{', '.join(FAMILIES)} on {context.size} rank(s), {said}: logits are one process's", {}
+    )

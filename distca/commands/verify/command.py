@@ -1,0 +1,150 @@
+"""The parser of `distca verify`, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.commands.command_line import Parser
+from distca.commands.verify.ranks import verify_machine, verify_under_torchrun
+from distca.commands.verify.stage import Line
+from distca.commands.verify.stages import STAGES
+from distca.progress import progress
+
+_NAMES = [stage.name for stage in STAGES]
+_ON_CPUS = 2
+"""Ranks on a machine without GPUs."""
+_DESCRIPTION = """\
+Proves that DistCA works on this machine, stage by stage, and measures what it costs: kernels,
+transports, answers and training against references, and rates beside the simulator's predictions.
+Each stage is one line. The first that fails says what to do, and the command ends with status 1.
+"""
+_EXAMPLES = """\
+examples:
+  distca verify
+  distca verify --output machine/
+  distca verify --stages kernels transports
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:PORT --rdzv-backend c10d \\
+      -m distca verify
+
+It starts a process for each GPU, or two on CPUs. Under torchrun it runs on torchrun's processes, on
+several machines. It takes about ten minutes on a machine with eight GPUs.
+"""
+
+
+def build_parser() -> Parser:
+    """Makes the parser of the command's flags."""
+    parser = Parser("verify", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help=f"Processes. Default: one for each GPU, or {_ON_CPUS} on CPUs.",
+    )
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        choices=_NAMES,
+        metavar="NAME",
+        default=_NAMES,
+        help=f"Stages to run, of {', '.join(_NAMES)}. Default: all.",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="Write profile.json, for --distca-profile in training and --profile of `distca plan`, "
+        "and cluster.json, for --cluster of `distca simulate`.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object when all has ended."
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 1 if a stage failed."""
+    args = build_parser().parse(argv)
+    names = [name for name in _NAMES if name in args.stages]
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+    lines: list[Line] = []
+    if dist.is_torchelastic_launched():
+        if args.ranks is not None:
+            raise ValueError("--ranks: torchrun has started the processes: leave it out")
+
+        def tell_and_end(line: Line) -> None:
+            _take(line, lines, names, args.json)
+
+        verify_under_torchrun(names, args.output, tell_and_end)
+    ranks = _ranks(args.ranks)
+    with progress("distca verify", "stages", len(names)) as shown:
+
+        def tell(line: Line) -> None:
+            _take(line, lines, names, args.json)
+            shown.update()
+
+        verify_machine(ranks, names, args.output, tell)
+    return int(lines[-1].state == "failed")
+
+
+def _ranks(given: int | None) -> int:
+    """Returns the number of ranks.
+
+    Raises:
+        ValueError: there are fewer GPUs, or none are asked for.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = given if given is not None else gpus or _ON_CPUS
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks} must be at least 1")
+    if 0 < gpus < ranks:
+        raise ValueError(f"--ranks {ranks}: each needs a GPU, and there are {gpus}")
+    return ranks
+
+
+def _take(line: Line, lines: list[Line], names: Sequence[str], as_json: bool) -> None:
+    """Takes a line, and prints it; with JSON all are printed after the last one."""
+    lines.append(line)
+    if as_json:
+        if line.state == "failed" or len(lines) == len(names):
+            sys.stdout.write(json.dumps(_object(lines, names), indent=1) + "\n")
+    else:
+        sys.stdout.write(format_line(line))
+        left = names[len(lines) :]
+        if line.state == "failed":
+            more = f"; not run: {', '.join(left)}" if left else ""
+            sys.stdout.write(f"{line.stage} failed{more}\n")
+        elif not left:
+            sys.stdout.write("all stages that this machine can run are as they should be\n")
+    sys.stdout.flush()
+
+
+def format_line(line: Line) -> str:
+    """Returns a stage's line, and what to do where it failed."""
+    width = max(map(len, _NAMES))
+    text = f"{line.state:8} {line.stage:{width}} {line.seconds:6.1f} s  {line.text}\n"
+    return text + (f"{'':8} {'':{width}} {'':8}  {line.cure}\n" if line.cure else "")
+
+
+def _object(lines: Sequence[Line], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the report as JSON has it."""
+    failed = lines[-1] if lines[-1].state == "failed" else None
+    return {
+        "failed": None if failed is None else failed.stage,
+        "not_reached": list(names[len(lines) :]),
+        "stages": [asdict(line) for line in lines],
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NCCL_", "NVSHMEM_", "CUDA_", "TORCH_NCCL_"))
+        },
+    }

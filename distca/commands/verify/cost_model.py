@@ -1,0 +1,88 @@
+"""Stage: the cost model's figures of this machine, for planning and for `distca simulate`."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from distca.attention import KernelTasks, select_kernel
+from distca.attention.kernel_timing import (
+    backward_over_forward,
+    fastest,
+    held_out_errors,
+    profile_kernel,
+)
+from distca.commands.verify.predictions import described_cluster
+from distca.commands.verify.stage import Context, Found
+from distca.cost.volume import AttentionShape
+from distca.simulate import peak_tflops
+
+_HEADS = 8, 2, 128
+_LEAST, _MOST = 64, 4096
+_BUDGET, _HELD_OUT = 0.002, 6
+PROFILE, CLUSTER = "profile.json", "cluster.json"
+
+
+def measure_costs(context: Context) -> Found:
+    """Measures rank 0's kernel and matrix products; writes `profile.json` and `cluster.json`."""
+    kernel = select_kernel(context.device.type)
+    q, k, v = (
+        torch.randn(_MOST, heads, 128, device=context.device, dtype=context.dtype)
+        for heads in (8, 2, 2)
+    )
+
+    def attend(tokens: int) -> None:
+        edges = torch.tensor([0, tokens], dtype=torch.int32)
+        kernel.forward(
+            q[:tokens], k[:tokens], v[:tokens], KernelTasks(edges, edges, True, None, 0.1)
+        )
+
+    a = torch.randn(_MOST, _MOST, device=context.device, dtype=context.dtype)
+    longest = context.largest_size(_LEAST, _MOST, attend)
+    width = context.largest_size(_LEAST, _MOST, lambda size: a[:size, :size].mm(a[:size, :size]))
+    found = _measure(context, longest, a[:width, :width]) if context.rank == 0 else None
+    agreed = context.gather(found)[0]
+    assert isinstance(agreed, Found)
+    return agreed
+
+
+def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
+    """Measures tasks of up to so many tokens, and the product of a matrix with itself."""
+    kind = context.device.type
+    shape = AttentionShape(*_HEADS, dtype_bytes=context.dtype.itemsize)
+    profile = profile_kernel(shape, longest, kind, budget=_BUDGET)
+    errors = held_out_errors(profile, kind, _HELD_OUT)
+    ratio = backward_over_forward(shape, longest, kind)
+    attention, products = profile.flops_per_second / 1e12, _product_tflops(context, a)
+    known = peak_tflops(torch.cuda.get_device_name()) if context.on_gpu else None
+    peak = max(known or 0.0, products, attention)
+    memory = torch.cuda.get_device_properties(0).total_memory if context.on_gpu else 16e9
+    figures = {
+        "attention_tflops": attention,
+        "backward_over_forward": ratio,
+        "product_tflops": products,
+        "peak_tflops": peak,
+        "memory_gb": memory / 1e9,
+        "median_error": statistics.median(errors),
+    }
+    where = "not written: give --output DIR"
+    if context.output is not None:
+        profile.save(context.output / PROFILE)
+        described_cluster(context, figures, profile.description).save(context.output / CLUSTER)
+        where = f"in {context.output / PROFILE} and {CLUSTER}"
+    return Found(
+        f"attention {attention:.3g} TFLOP/s forward, {ratio:.1f} times as long backward; products "
+        f"{products:.3g} TFLOP/s; other lengths are predicted within "
+        f"{statistics.median(errors):.0%} (median); {where}",
+        figures,
+    )
+
+
+def _product_tflops(context: Context, a: torch.Tensor) -> float:
+    """Rate of the product of a matrix with itself, 10^12 operations a second."""
+
+    def multiply() -> None:
+        a.mm(a)
+
+    return 2 * len(a) ** 3 / fastest(multiply, context.synchronize, 0.1) / 1e12

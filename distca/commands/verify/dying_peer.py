@@ -1,0 +1,106 @@
+"""Two processes that exchange bytes, of which one kills itself: the other must not wait for ever.
+
+`python -m distca.commands.verify.dying_peer RANK DEVICE STORE` is one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distca.commands.verify.stage import REPORT, Fault
+from distca.lifetime import end_with_parent
+from distca.transport import CollectiveTransport
+from distca.transport.random_exchanges import Exchanges
+
+PATIENCE = timedelta(seconds=5)
+"""Time after which an exchange with a dead peer has failed."""
+MOST_WAITED = 60.0
+"""Seconds that the other process may take to end: NCCL's watchdog looks now and then."""
+_DIES, _EXCHANGES = 2, 6
+
+
+def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
+    """Starts both processes, and waits for the end of the one that does not kill itself.
+
+    Args:
+        on_gpus: whether they exchange by NCCL, on the first two GPUs; else by gloo.
+        most_waited: seconds that it may take once its peer is dead.
+
+    Returns:
+        Seconds until it has ended.
+
+    Raises:
+        Fault: it waits on, or ends as if nothing had happened.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "distca.commands.verify.dying_peer"]
+        told = "cuda" if on_gpus else "cpu", str(Path(folder) / "store")
+        processes = [
+            subprocess.Popen([*command, str(rank), *told], stderr=subprocess.DEVNULL)
+            for rank in (0, 1)
+        ]
+        try:
+            # It starts torch first, and has a GPU to find.
+            if processes[1].wait(most_waited + 60) != -signal.SIGKILL:
+                raise Fault("two ranks cannot exchange bytes in processes of their own", REPORT)
+            begin = time.perf_counter()
+            status = processes[0].wait(most_waited)
+        except subprocess.TimeoutExpired:
+            raise Fault(
+                f"a rank waits for {most_waited:g} s and longer for a peer that died",
+                "leave TORCH_NCCL_ASYNC_ERROR_HANDLING at its default, or jobs hang when a rank "
+                "dies",
+            ) from None
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if status == 0:
+        raise Fault(
+            "a rank goes on without an error after its peer died",
+            f"do not train with this transport, and {REPORT}",
+        )
+    return time.perf_counter() - begin
+
+
+def main(argv: Sequence[str]) -> None:
+    """Exchanges bytes with the other process; rank 1 kills itself between two exchanges."""
+    end_with_parent()
+    rank, on_gpus, store = int(argv[0]), argv[1] == "cuda", argv[2]
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    file = dist.FileStore(store, 2)  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if on_gpus else "gloo", None, PATIENCE, 2, rank, file)
+    group = dist.group.WORLD
+    assert group is not None
+    transport = CollectiveTransport(group, device)
+
+    def die(number: int) -> None:
+        if rank == 1 and number == _DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    status = 0
+    try:
+        Exchanges(transport, before=die).run(_EXCHANGES)
+        if on_gpus:
+            torch.cuda.synchronize()
+    except RuntimeError:
+        status = 1
+    # Without the goodbyes of the process group.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,262 @@
+"""The processes that run the stages: torchrun's, or one for each GPU of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from distca.commands.verify.stage import (
+    REPORT,
+    Context,
+    Figures,
+    Line,
+    NotRun,
+    Stage,
+    State,
+    described,
+)
+from distca.commands.verify.stages import STAGES
+from distca.lifetime import start_process
+
+_TIMEOUT = timedelta(minutes=10)
+_FURTHER_FAILURES = 1.0
+"""Seconds in which other ranks may tell that they failed, too."""
+_KILLED = "it was killed: is there memory left?"
+
+Tell = Callable[[Line], None]
+
+
+def join_ranks(rank: int, size: int, store: str | None, folder: Path) -> Context:
+    """Joins the other ranks, and returns what this one is. Collective.
+
+    Args:
+        rank: number of this rank; with torchrun the environment says it.
+        size: ranks.
+        store: file in which ranks of one machine meet; None: torchrun started them.
+        folder: empty folder of this process.
+    """
+    local_rank = int(os.environ["LOCAL_RANK"]) if store is None else rank
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if store is None else size
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if store is None:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        file = dist.FileStore(store, size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, None, _TIMEOUT, size, rank, file)
+    control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    assert control is not None
+    return Context(
+        dist.get_rank(),
+        dist.get_world_size(),
+        local_rank,
+        local_size,
+        device,
+        control,
+        folder,
+        None,
+        {},
+    )
+
+
+def run_stages(
+    stages: Sequence[Stage], context: Context, output: Path | None, tell: Tell, fail: Tell
+) -> None:
+    """Runs stages one after the other, until one fails. Collective.
+
+    Args:
+        stages: stages in order.
+        context: this rank.
+        output: folder for the files that describe the machine; None: they are not written.
+        tell: function that takes the line of a stage on each rank.
+        fail: function that takes the line of a stage that failed on this rank, at once, perhaps on
+            another thread; other ranks may still be in the stage.
+    """
+    found: dict[str, Figures] = {}
+    for stage in stages:
+        folder = context.folder / stage.name
+        folder.mkdir()
+        its = replace(context, folder=folder, output=output, found=found)
+        line = _run_stage(stage, its, fail)
+        if line is None:
+            return
+        if line.state == "ok":
+            found[stage.name] = line.figures
+        tell(line)
+
+
+def _run_stage(stage: Stage, context: Context, fail: Tell) -> Line | None:
+    """Runs a stage; returns what rank 0 says of it, or None if it failed on this rank."""
+    begin = time.perf_counter()
+
+    def line(state: State, text: str, cure: str = "", figures: Figures | None = None) -> Line:
+        return Line(stage.name, state, text, cure, time.perf_counter() - begin, figures or {})
+
+    late = f"it did not end in {stage.seconds:g} s"
+    with _limited(stage.seconds, lambda: fail(line("failed", late, stage.cure))):
+        try:
+            result = stage.run(context)
+            mine = line("ok", result.text, figures=result.figures)
+        except NotRun as why:
+            mine = line("not run", str(why))
+        except Exception as error:
+            fail(line("failed", *described(error, stage)))
+            return None
+        agreed: Line = context.gather(mine)[0]
+    return agreed
+
+
+@contextmanager
+def _limited(seconds: float, late: Callable[[], None]) -> Iterator[None]:
+    """Calls a function on another thread unless the block ends in time."""
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def verify_under_torchrun(names: Sequence[str], output: Path | None, tell: Tell) -> NoReturn:
+    """Runs the stages on the ranks that torchrun started, and ends this process.
+
+    Args:
+        names: names of the stages.
+        output: see `run_stages`.
+        tell: function that takes lines, on rank 0 and on a rank that fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = join_ranks(0, 0, None, Path(folder))
+
+        def fail(line: Line) -> None:
+            tell(line)
+            _end(1)
+
+        def tell_once(line: Line) -> None:
+            if context.rank == 0:
+                tell(line)
+
+        run_stages(chosen(names), context, output, tell_once, fail)
+    _end(0)
+
+
+def _end(status: int) -> NoReturn:
+    """Ends this process without the goodbyes of process groups: a peer may be dead."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def verify_machine(ranks: int, names: Sequence[str], output: Path | None, tell: Tell) -> None:
+    """Starts ranks on this machine, and tells what they find.
+
+    Args:
+        ranks: processes, each with a GPU if there are any.
+        names: names of the stages.
+        output: see `run_stages`.
+        tell: function that takes the line of each stage.
+    """
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="distca-verify-") as folder:
+        try:
+            for rank in range(ranks):
+                ours, theirs = Pipe()
+                pipes.append(ours)
+                start_process(processes, _serve, rank, ranks, names, output, folder, pipe=theirs)
+            _follow(processes, pipes, names, tell)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _serve(
+    rank: int, size: int, names: Sequence[str], output: Path | None, folder: str, pipe: Connection
+) -> None:
+    """Runs a rank of `verify_machine`: the main function of its process."""
+    own = Path(folder) / f"rank {rank}"
+    own.mkdir()
+    context = join_ranks(rank, size, str(Path(folder) / "store"), own)
+
+    def fail(line: Line) -> None:
+        pipe.send(line)
+        # Until this process is killed: others would fail as its peers.
+        signal.pause()
+
+    def tell(line: Line) -> None:
+        if rank == 0:
+            pipe.send(line)
+
+    run_stages(chosen(names), context, output, tell, fail)
+    pipe.send(None)
+    # Until all have ended.
+    signal.pause()
+
+
+def _follow(
+    processes: Sequence[Any], pipes: Sequence[Connection], names: Sequence[str], tell: Tell
+) -> None:
+    """Tells lines until all ranks have ended or one has failed."""
+    left = dict(zip(pipes, range(len(pipes)), strict=True))
+    told: list[str] = []
+    failures: dict[int, Line] = {}
+    while left:
+        ready = wait(list(left), _FURTHER_FAILURES if failures else None)
+        if failures and not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = left[pipe]
+            try:
+                line = pipe.recv()
+            except (EOFError, OSError):
+                del left[pipe]
+                if not failures:
+                    failures[rank] = _death(processes[rank], names[len(told)])
+                continue
+            if line is None:
+                del left[pipe]
+            elif line.state == "failed":
+                failures[rank] = line
+                del left[pipe]
+            else:
+                told.append(line.stage)
+                tell(line)
+    if failures:
+        rank = min(failures)
+        where = f"rank {rank}: " if len(pipes) > 1 else ""
+        tell(replace(failures[rank], text=where + failures[rank].text))
+
+
+def _death(process: Any, stage: str) -> Line:
+    """The line of a stage in which a process ended."""
+    process.join()
+    code = process.exitcode
+    why = f": {_KILLED}" if code == -signal.SIGKILL else ""
+    return Line(stage, "failed", f"its process ended with exit code {code}{why}", REPORT, 0.0, {})
+
+
+def chosen(names: Sequence[str]) -> list[Stage]:
+    """Returns the stages of these names, in their order."""
+    by_name: Mapping[str, Stage] = {stage.name: stage for stage in STAGES}
+    return [by_name[name] for name in names]

@@ -1,0 +1,184 @@
+"""Stage: five steps with `--distca` against plain Megatron, and their tokens a second."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from distca.commands.verify.predictions import measured_cluster, training_seconds
+from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
+from distca.cost.model_sizes import ModelSize
+from distca.documents.index import IndexedWriter
+
+STEPS = 5
+_LOSS = re.compile(r"iteration +\d+/.*? lm loss: (\S+) \|")
+_STEP_SECONDS = re.compile(r" s: ([\d.e+-]+) \|")
+_APART = {torch.float32: 1e-4, torch.bfloat16: 0.01}
+"""Most that losses may differ, relative to plain Megatron's."""
+_VOCABULARY = 128
+_SECONDS = 400
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Sizes of a job.
+
+    Attributes:
+        model: sizes of the model.
+        window: tokens of a micro-batch of all ranks together, which documents fill.
+    """
+
+    model: ModelSize
+    window: int
+
+
+_SMALL = ModelSize(2, 64, 4, 2, 16, 96, _VOCABULARY)
+_LARGE = ModelSize(4, 2048, 16, 4, 128, 5504, _VOCABULARY)
+_TOKENS_OF_A_GPU = 8192
+"""Tokens of a rank in a micro-batch of the job whose speed is measured."""
+_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run printed.
+
+    Attributes:
+        losses: loss of each step.
+        seconds: median of the steps' seconds, without the first two.
+    """
+
+    losses: list[float]
+    seconds: float
+
+
+def check_training(context: Context) -> Found:
+    """Trains the same small model twice, on the machine of rank 0."""
+    if importlib.util.find_spec("megatron.training") is None:
+        raise NotRun("Megatron-LM's loop is not installed: pip install 'distca[megatron]'")
+    if context.on_gpu:
+        # The ranks of the runs have the same GPUs.
+        torch.cuda.empty_cache()
+    found = _compare(context) if context.rank == 0 else None
+    result = context.gather(found)[0]
+    assert isinstance(result, Found)
+    return result
+
+
+def _compare(context: Context) -> Found:
+    """Holds losses of all ranks against those of one process, and measures a larger job."""
+    job, ranks = Job(_SMALL, 512), context.local_size
+    _write_documents(context, job)
+    # A dense mask keeps documents apart there.
+    plain = _train(context, job, 1, ["--attention-backend", "unfused"])
+    ours = _train(context, job, ranks, ["--distca"])
+    pairs = zip(plain.losses, ours.losses, strict=True)
+    apart = max(abs(our - their) / abs(their) for their, our in pairs)
+    if not apart <= _APART[context.dtype]:
+        raise Fault(
+            f"losses of {STEPS} steps are {apart:.1e} of plain Megatron's from them "
+            f"({_APART[context.dtype]:g} is allowed): {_said(ours)} with --distca on {ranks} "
+            f"rank(s), {_said(plain)} without on one",
+            REPORT,
+        )
+    if context.is_fast:
+        job = Job(_LARGE, ranks * _TOKENS_OF_A_GPU)
+        _write_documents(context, job)
+        ours = _train(context, job, ranks, ["--distca"])
+    tokens = _MICRO_BATCHES * job.window
+    figures = {"losses_apart": apart, "tokens_per_s": tokens / ours.seconds}
+    text = (
+        f"losses of {STEPS} steps on {ranks} rank(s) are within {apart:.1e} of plain Megatron's on "
+        f"one; {tokens / ours.seconds:,.0f} tokens/s"
+    )
+    cluster = measured_cluster(context)
+    if cluster is not None:
+        sequences = [np.array(_lengths(job), dtype=np.int64)] * _MICRO_BATCHES
+        predicted = tokens / training_seconds(job.model, cluster, sequences, ranks)
+        figures["predicted_tokens_per_s"] = predicted
+        text += f" (simulated: {predicted:,.0f})"
+    return Found(text, figures)
+
+
+def _lengths(job: Job) -> list[int]:
+    """Lengths of documents that fill a window: one has half of it, one has a token."""
+    eighth = job.window // 8
+    return [4 * eighth, 1, 3 * eighth - 1, eighth]
+
+
+def _write_documents(context: Context, job: Job) -> None:
+    """Writes documents whose tokens a model can learn to predict, enough for all steps."""
+    draw = np.random.default_rng(0)
+    with IndexedWriter(context.folder / "documents.bin", _VOCABULARY) as writer:
+        for length in _lengths(job) * ((STEPS + 1) * _MICRO_BATCHES):
+            noise = draw.integers(0, 3, length)
+            tokens = (draw.integers(100) + np.arange(length) + noise) % 100
+            writer.add_document(tokens.tolist())
+        writer.write_index(context.folder / "documents.idx")
+
+
+def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
+    """Runs the steps in processes of their own, as a user starts them."""
+    model = job.model
+    command = [sys.executable, "-m", "megatron_patches.launch", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "megatron_patches.pretrain", *flags]
+    command += f"""
+        --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY - 1}
+        --make-vocab-size-divisible-by {_VOCABULARY} --num-layers {model.layers}
+        --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}
+        --num-attention-heads {model.heads} --kv-channels {model.head_dim}
+        --group-query-attention --num-query-groups {model.kv_heads}
+        --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --micro-batch-size 1 --global-batch-size {_MICRO_BATCHES * ranks}
+        --lr 1e-3 --lr-decay-style constant
+        --train-iters {STEPS} --split 100,0,0 --log-interval 1 --eval-iters 0
+        --seq-length {job.window // ranks} --max-position-embeddings {job.window}
+        --distca-max-document-length {job.window}
+    """.split()
+    command += ["--data-path", str(context.folder / "documents")]
+    command += ["--bf16"] if context.on_gpu else []
+    if importlib.util.find_spec("transformer_engine") is None:
+        command += ["--transformer-impl", "local"]
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHED and not name.startswith("TORCHELASTIC_")
+    }
+    with subprocess.Popen(
+        command,
+        env=clean | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            printed = f"it did not end in {_SECONDS} s"
+        finally:
+            # The ranks, too.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    losses = [float(loss) for loss in _LOSS.findall(printed)]
+    if process.returncode or len(losses) != STEPS:
+        last = printed.strip().splitlines()[-1] if printed.strip() else "it printed nothing"
+        name = "with --distca" if "--distca" in flags else "of plain Megatron"
+        raise Fault(f"a run {name} failed: {last}", f"run it by itself: {' '.join(command)}")
+    seconds = [float(each) for each in _STEP_SECONDS.findall(printed)]
+    return Ran(losses, statistics.median(seconds[2:]))
+
+
+def _said(ran: Ran) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in ran.losses)

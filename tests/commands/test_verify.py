@@ -1,0 +1,248 @@
+"""`distca verify` on CPUs: stages that work, faults that fail them, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.commands.described import add_cluster_flags, cluster_of
+from distca.commands.main import main
+from distca.commands.verify import command, dying_peer, environment, ranks, training
+from distca.commands.verify.stage import Context, Fault, Line
+from distca.simulate import CLUSTERS, Cluster
+from distca.transport import collective
+from support.ranks import Ranks
+
+CHEAP = "environment links kernels transports answers overlap costs memory serving".split()
+
+
+def test_cpus_that_work_end_with_0(tmp_path: Path, capsys) -> None:
+    """Two processes, which the command starts."""
+    assert main(["verify", "--stages", *CHEAP, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [["ok", name] for name in CHEAP], printed
+    assert lines[-1] == "all stages that this machine can run are as they should be"
+    words = ["--distribution", "fixed", "--context", "1024", "--sequences", "2", "--gpus", "2"]
+    sizes = "--layers 2 --hidden-size 64 --heads 8 --kv-heads 2 --head-dim 128"
+    sizes += " --ffn-hidden-size 96 --vocab-size 128 --batches 1 --systems packed tiles"
+    cluster = ["--cluster", str(tmp_path / "cluster.json")]
+    assert main(["simulate", *words, *sizes.split(), *cluster, "--baseline-ideal"]) == 0
+    assert "2 GPUs of this machine" in capsys.readouterr().out
+    profile = ["--profile", str(tmp_path / "profile.json"), "--dtype-bytes", "4"]
+    heads = ["--heads", "8", "--kv-heads", "2", "--servers", "2", "--tokens-per-server", "1024"]
+    assert main(["plan", "--distribution", "fixed", *heads, *profile]) == 0
+
+
+def line_of(
+    check: Callable[[Context], Any], folder: str, replaced: str, other: object
+) -> tuple[str, str]:
+    """What a stage's fault says on this rank, with something replaced. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = Path(folder) / str(rank)
+    place.mkdir()
+    device, control = torch.device("cpu"), dist.new_group(backend="gloo")
+    assert control is not None
+    # The peer that dies has a test of its own.
+    context = Context(rank, size, max(rank, 1), size, device, control, place, None, {})
+    with mock.patch(replaced, other):
+        try:
+            return "ok", check(context).text
+        except Fault as fault:
+            return fault.text, fault.cure
+
+
+class _Swapped(collective._Collective):
+    """Messages of two peers come in each other's place."""
+
+    def wait(self) -> torch.Tensor:
+        received = super().wait()
+        half = len(received) // 2
+        return torch.cat([received[half:], received[:half]])
+
+
+def test_a_transport_that_swaps_two_peers(ranks: Ranks, tmp_path: Path) -> None:
+    from distca.commands.verify.transports import check_transports
+
+    replaced = "distca.transport.collective._Collective"
+    found = ranks.run(line_of, check_transports, str(tmp_path), replaced, _Swapped, world_size=3)
+    for rank, (text, cure) in enumerate(found):
+        assert text.startswith("gloo: ")
+        assert text.endswith(f"bytes that rank {rank} received are not what was sent")
+        assert "choose another --distca-transport" in cure
+
+
+def other_version() -> str:
+    return f"0.{dist.get_rank()}"
+
+
+def test_ranks_with_other_versions(ranks: Ranks, tmp_path: Path) -> None:
+    from distca.commands.verify.environment import check_environment
+
+    replaced = "distca.commands.verify.environment.platform.python_version"
+    found = ranks.run(
+        line_of, check_environment, str(tmp_path), replaced, other_version, world_size=2
+    )
+    assert all(text.startswith("rank 1 has distca") for text, _ in found)
+    assert all("Python 0.1, and rank 0" in text for text, _ in found)
+
+
+def test_what_does_not_fit_together(monkeypatch) -> None:
+    problem = SimpleNamespace(state="problem", name="greenlet", found="not installed", cure="pip")
+    monkeypatch.setattr(environment, "examine", lambda: [problem])
+    with pytest.raises(Fault) as raised:
+        environment.check_environment(mock.Mock())
+    assert (raised.value.text, raised.value.cure) == ("greenlet: not installed", "pip")
+
+
+@pytest.mark.parametrize(
+    ("survivor", "says"),
+    [("sleep 60", "waits for 0.2 s and longer for a peer that died"), ("true", "goes on without")],
+)
+def test_a_rank_that_does_not_see_its_peer_die(monkeypatch, survivor: str, says: str) -> None:
+    theirs = subprocess.Popen
+
+    def popen(words: list[str], **more: Any) -> Any:
+        return theirs(["sh", "-c", "kill -9 $$" if words[3] == "1" else survivor], **more)
+
+    monkeypatch.setattr(dying_peer.subprocess, "Popen", popen)
+    with pytest.raises(Fault, match=says):
+        dying_peer.lose_a_peer(on_gpus=False, most_waited=0.2)
+
+
+def _training(tmp_path: Path) -> Any:
+    context = mock.Mock(rank=0, local_size=2, folder=tmp_path, found={}, is_fast=False)
+    context.on_gpu, context.dtype, context.gather = False, torch.float32, lambda mine: [mine]
+    return context
+
+
+def test_losses_that_differ(monkeypatch, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    runs = iter([training.Ran([5.0, 4.0], 1.0), training.Ran([5.0, 4.1], 1.0)])
+    monkeypatch.setattr(training, "_train", lambda *_: next(runs))
+    with pytest.raises(Fault, match=r"are 2.5e-02 of plain Megatron's from them \(0.0001 is allow"):
+        training.check_training(_training(tmp_path))
+
+
+def test_a_run_that_fails(monkeypatch, tmp_path: Path) -> None:
+    """The last line of what it printed is the reason."""
+    pytest.importorskip("megatron.training")
+    theirs = subprocess.Popen
+    say = "import sys; print('more'); sys.exit('error: no such flag')"
+    monkeypatch.setattr(
+        training.subprocess, "Popen", lambda _, **more: theirs([sys.executable, "-c", say], **more)
+    )
+    with pytest.raises(Fault, match="a run of plain Megatron failed: error: no such flag") as found:
+        training.check_training(_training(tmp_path))
+    assert "run it by itself: " in found.value.cure
+
+
+def test_under_torchrun() -> None:
+    """Ranks that torchrun starts make one report."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "distca", "verify", "--json", "--stages", "links"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    [line] = json.loads(done.stdout)["stages"]
+    assert line["state"] == "ok"
+    assert line["figures"]["node_gb_per_s"] > 0
+
+
+@pytest.mark.full
+def test_training_against_plain_megatron() -> None:
+    pytest.importorskip("megatron.training")
+    assert main(["verify", "--stages", "training"]) == 0
+
+
+def test_a_process_that_dies_is_named() -> None:
+    """The other rank is in the stage that follows the last line."""
+    ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
+    theirs[0].send(Line("environment", "ok", "", "", 0.0, {}))
+    theirs[1].close()
+    told: list[Line] = []
+    dead = mock.Mock(exitcode=-11)
+    ranks._follow([mock.Mock(), dead], ours, ["environment", "links"], told.append)
+    assert [line.stage for line in told] == ["environment", "links"]
+    assert told[1].text == "rank 1: its process ended with exit code -11"
+
+
+def test_the_lowest_rank_that_failed_is_told() -> None:
+    ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
+    for rank in (1, 0):
+        theirs[rank].send(Line("links", "failed", f"of {rank}", "do", 0.0, {}))
+    told: list[Line] = []
+    ranks._follow([mock.Mock()] * 2, ours, ["links"], told.append)
+    assert [line.text for line in told] == ["rank 0: of 0"]
+
+
+LINES = [
+    Line("environment", "ok", "fine", "", 0.1, {"ranks": 2}),
+    Line("links", "not run", "one rank", "", 0.0, {}),
+    Line("kernels", "failed", "wrong", "mend it", 2.0, {}),
+]
+
+
+@pytest.fixture
+def broken(monkeypatch) -> None:
+    """A machine on which the third stage fails."""
+
+    def verify_machine(ranks: int, names: Any, output: Any, tell: Any) -> None:
+        for line in LINES:
+            tell(line)
+
+    monkeypatch.setattr(command, "verify_machine", verify_machine)
+
+
+def test_lines_end_with_the_first_failure(broken, capsys) -> None:
+    stages = ["environment", "links", "kernels", "training"]
+    assert main(["verify", "--stages", *stages]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ok       environment    0.1 s  fine",
+        "not run  links          0.0 s  one rank",
+        "failed   kernels        2.0 s  wrong",
+        "                               mend it",
+        "kernels failed; not run: training",
+    ]
+
+
+def test_json(broken, capsys) -> None:
+    assert main(["verify", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["failed"] == "kernels"
+    assert report["not_reached"][0] == "transports"
+    assert report["stages"][0]["figures"] == {"ranks": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"), [(["--ranks", "0"], "at least 1"), (["--stages", "all"], "invalid choice")]
+)
+def test_bad_flags(flags: list[str], says: str, capsys) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["verify", *flags])
+    assert raised.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_described_cluster(tmp_path: Path) -> None:
+    from distca.commands.command_line import Parser
+
+    path = tmp_path / "cluster.json"
+    CLUSTERS["dgx-h200"].save(path)
+    assert Cluster.load(path) == CLUSTERS["dgx-h200"]
+    parser = Parser("simulate", "", "")
+    add_cluster_flags(parser)
+    for broken in ("{}", "[", '{"charges": 1}', "[1]"):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=r"cluster.json describes no cluster .*distca verify"):
+            cluster_of(parser.parse(["--cluster", str(path)]))
