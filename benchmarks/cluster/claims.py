@@ -390,6 +390,8 @@ def mechanisms() -> list[Claim]:
     mirrored = (RESULTS / "mirrored_placement.md").read_text()
     pattern = r"move (\S+ \(.*?\)) times .* and (\S+ \(.*?\)) times"
     ((total, busiest),) = re.findall(pattern, mirrored)
+    apart = (RESULTS / "dedicated.md").read_text()
+    (dedicated,) = re.findall(r"^In short: (.*)\.$", apart, re.MULTILINE)
     return [
         Claim(
             "Figure 7: ping-pong",
@@ -447,9 +449,10 @@ def mechanisms() -> list[Claim]:
             "Section 8: dedicated servers",
             "future work",
             "run on CPUs (`--distca-servers dedicated:N`), held to plain Megatron's losses; "
-            "neither simulated nor timed",
+            f"simulated, {dedicated}",
             "-",
-            "[dedicated servers](../../../docs/overlap.md#dedicated-servers)",
+            "`python benchmarks/cluster/dedicated.py --output DIR`: "
+            "[dedicated servers](../dedicated.md)",
         ),
     ]
 

@@ -109,7 +109,7 @@ NOT_RUN = {
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",
     r"python benchmarks/training/(throughput|more_ranks)\.py.*": "takes minutes",
-    r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",
+    r"python benchmarks/cluster/(validate_simulator|dedicated)\.py .*": "takes minutes",
     r"python benchmarks/(cluster/claims|pages)\.py.*": "tests/benchmarks runs what it does",
     r"python benchmarks/cluster/paper\.py (all|beyond|chains|fig12|table.*|today.*) .*": "hours",
     r"(sudo )?python benchmarks/serving/sparse_prefill\.py .*": "needs root",
