@@ -6,14 +6,16 @@ Where the package is installed and there is no checkout, `torchrun -m megatron_p
 the same. Without `--distca` either is plain Megatron on the same data. The table of contents, in
 the order in which a batch meets the files:
 
+* the loop around all of it, Megatron-LM's own: `megatron_patches/megatron_lm.py` runs it, and
+  `megatron_patches/hooks.py` says what is replaced in it;
 * the flags: `megatron_patches/flags/distca.py`, beside Megatron's own; the value that is made of
   them: `megatron_patches/flags/config.py`; checks: `megatron_patches/flags/validation.py`;
 * the iterators of a run: `megatron_patches/loop/data.py`, over the token stream of
   `megatron_patches/batches/stream.py`; with `--distca` they are made by
   `megatron_patches/pipeline/planned_data.py`;
+* a rank's input of each tick, planned ahead: `megatron_patches/batches/ticks.py`;
 * the documents of a global batch, and a rank's tokens: `megatron_patches/batches/planned.py`; their
-  plans, which the simulator makes alike: `distca/schedule/training/global_batch.py`;
-* a rank's input of each tick: `megatron_patches/batches/ticks.py`;
+  plans, which the simulator makes in the same way: `distca/schedule/training/global_batch.py`;
 * the forward and backward passes of a global batch, in ticks:
   `megatron_patches/pipeline/tick_pipeline.py`;
 * one forward step and its loss: `megatron_patches/batches/micro_batch.py`;
@@ -22,9 +24,7 @@ the order in which a batch meets the files:
 * the layers around core attention as CUDA graphs, if asked for:
   `megatron_patches/model/cuda_graphs.py`;
 * core attention as a layer calls it: `megatron_patches/model/core_attention.py`, which hands it to
-  `distca/runtime/core_attention.py`;
-* the loop around all of it, Megatron-LM's own: `megatron_patches/megatron_lm.py` runs it, and
-  `megatron_patches/hooks.py` says what is replaced in it.
+  `distca/runtime/core_attention.py`.
 
 What a plan is: `distca/plan`; who makes it: `distca/schedule`; how it is executed:
 `distca/runtime`.

@@ -129,7 +129,7 @@ def apply(hooks: Iterable[Hook], *given: Any) -> None:
 
 
 _CORE = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core"
-_TORCH = "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/checkpoint"
+_TORCH = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint"
 _ARGUMENTS, _INITIALIZE = "megatron.training.arguments", "megatron.training.initialize"
 _TRAINING, _CHECKPOINTING = "megatron.training.training", "megatron.training.checkpointing"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
@@ -160,7 +160,8 @@ LOOP = (
     Hook(
         _TRAINING,
         "get_forward_backward_func",
-        "runs the micro-batches of a global batch in ticks",
+        "runs the micro-batches of a global batch in ticks; without --distca, in our own script: "
+        "tells Megatron's schedule that samples are packed",
         megatron_hooks.own_schedule,
     ),
     Hook(

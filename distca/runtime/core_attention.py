@@ -102,6 +102,7 @@ class CoreAttention:
         Raises:
             ValueError: the tensors do not have the rows that the plan's placement gives this rank.
         """
+        # Of the first mask: own rows are the same with each.
         exchange = run.exchanges[nano_batch]
         for name, tensor, rows in (
             ("q", q_THD, exchange.q),

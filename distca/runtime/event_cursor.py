@@ -23,7 +23,8 @@ class EventCursor:
     tick, so each tick begins with a program and exchanges of its own.
 
     Args:
-        exchanges: this rank's part of each nano-batch's plan, with each mask in turn.
+        exchanges: this rank's part of each nano-batch's plan with each mask: mask by mask, each
+            ping then pong.
         program: events of the first pass.
         masks: masks of the layers; None: all have one.
 

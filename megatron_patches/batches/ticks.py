@@ -45,8 +45,10 @@ class TickInput:
     Attributes:
         schedule: ticks of the whole global batch.
         tick: work of all stages in this tick.
-        plans: plan of each nano-batch with each mask in turn, for the tokens of all stages.
-        exchanges: this rank's part of each plan, not yet placed in core attention's buffers.
+        plans: plan of each nano-batch with each mask, for the tokens of all stages: mask by mask,
+            each ping then pong.
+        exchanges: this rank's part of each plan; `RankRuntime.global_batch` places it in core
+            attention's buffers.
         program: order of events of every rank's core attention.
         micro_batch: micro-batch that this rank runs forward in the tick; None: it runs none.
         bytes_sent: bytes that this rank sends for the tick, by phase; keys that are sent ahead
@@ -160,7 +162,7 @@ class TickMaker:
             work = None if layout.stage is None else planned.tick.work[layout.stage]
             micro_batch = None
             if work is not None and planned.tick.direction == "forward":
-                micro_batch = self._with_run(micro_batches.read(work), mine)
+                micro_batch = self._with_run(micro_batches.read(work))
             yield TickInput(
                 batch.schedule,
                 planned.tick,
@@ -184,11 +186,14 @@ class TickMaker:
         same_ticks = self.runtime.layout.stages == 1 and not self.runtime.layout.dedicated
         return same_ticks and not any(exchange.q.move for exchange in exchanges)
 
-    def _with_run(self, micro_batch: MicroBatch, exchanges: tuple[Exchange, ...]) -> MicroBatch:
-        """Returns a micro-batch with the state of a run, which its nano-batches share."""
+    def _with_run(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Returns a micro-batch with the state of its core attention, which its nano-batches share.
+
+        Each pass begins with the exchanges and the program of its own tick.
+        """
         params, runtime = micro_batch.packed_seq_params, self.runtime
         assert params is not None
-        run = CoreAttentionRun(runtime.core_attention, EventCursor(exchanges, masks=runtime.masks))
+        run = CoreAttentionRun(runtime.core_attention, EventCursor((), masks=runtime.masks))
         if params.nano_batches is not None:
             ping, pong = (replace(each, run=run) for each in params.nano_batches)
             params = replace(params, nano_batches=(ping, pong))
@@ -206,8 +211,8 @@ class _MicroBatches:
 
     def __init__(self, reader: PlannedReader, batch: PlannedGlobalBatch, chunks: int) -> None:
         self._reader, self._batch, self._chunks = reader, batch, chunks
-        # Micro-batches of which chunks follow, and keys of the chains of which micro-batches
-        # follow, by the first micro-batch.
+        # Micro-batches that later model chunks still need; and keys of chains that are not
+        # complete, by the chain's first micro-batch.
         self._unfinished: dict[int, MicroBatch] = {}
         self._keys: dict[int, ChainedKeys] = {}
 

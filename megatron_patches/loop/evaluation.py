@@ -184,7 +184,8 @@ def _renaming_on_boards() -> Iterator[None]:
 
 
 class _TestWriter:
-    """A writer of figures for a board, whose names say test instead of validation.
+    """Passes figures on to a board's writer, under names that say test where Megatron-LM says
+    validation.
 
     Args:
         writer: writer to pass them to.

@@ -141,7 +141,8 @@ class RankWatch:
     """Watches how far the ranks of a job are, on two threads.
 
     Args:
-        store: store of the job, with a connection of its own, since another rank may host it.
+        store: store of the job, over a connection that nothing else uses: a call blocks while the
+            rank that hosts the store is stopped, and so would others over the same connection.
         rank: rank of this process.
         ranks: number of ranks, dedicated servers included.
         progress: how far this rank is; the calling thread is the one that trains.

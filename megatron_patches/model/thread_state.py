@@ -44,7 +44,8 @@ class ThreadState(NamedTuple):
     @classmethod
     def present(cls) -> ThreadState:
         """Returns the state of this thread."""
-        # Written out, and with few calls where nothing is entered: it runs several times a layer.
+        # Written out without loops, and stacks that are empty are not read: this runs several
+        # times a layer.
         functions, operators = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
         return cls(
             torch.is_grad_enabled(),

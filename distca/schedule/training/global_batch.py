@@ -406,8 +406,8 @@ class GlobalBatchPlanner:
     def _tick_planner(self) -> TickPlanner:
         options = self.options
         shared = (self.stages > 1 and options.pool_stages) or self.dedicated > 0
-        # Without ping-pong there is nothing that servers with less linear work could compute while
-        # others are at theirs. Dedicated servers were not tried.
+        # Without ping-pong no rank computes attention while others compute linear layers, so less
+        # linear work frees no time for it. Not tried with dedicated servers.
         by_time = shared and not self.dedicated and options.ping_pong
         return TickPlanner(
             self.servers,

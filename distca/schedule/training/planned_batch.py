@@ -104,7 +104,8 @@ class PlannedTick(NamedTuple):
 
     Attributes:
         tick: work of all stages.
-        plans: plan of each nano-batch over all servers, with each mask in turn.
+        plans: plan of each nano-batch with each mask, over all servers: mask by mask, each ping
+            then pong.
         number: number of these plans among the different ones of the global batch: ticks that run
             the same micro-batches share theirs.
     """

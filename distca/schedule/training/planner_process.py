@@ -22,7 +22,7 @@ from distca.lifetime import end_with_parent, signals_held
 
 Result = TypeVar("Result")
 
-# Its arguments are there whatever becomes of the parent.
+# On the command line, not through the pipe: so it can read them even if the parent is gone.
 _MAIN = """
 import sys
 parent, *sys.path[:] = sys.argv[1:]

@@ -94,7 +94,8 @@ class TickSchedule:
 
     @property
     def most_in_flight(self) -> tuple[int, ...]:
-        """Most passes of each stage that wait for their backward pass at a time, `[stages]`.
+        """The largest number of forward passes of each stage that wait for their backward pass at
+        one time, `[stages]`.
 
         Each holds the activations of one model chunk.
         """
