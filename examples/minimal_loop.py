@@ -318,7 +318,7 @@ def build_run(
     servers, data, chunks, optimizer = None, None, [], None
     if args.plain:
         # A mask of all tokens keeps documents apart in Megatron's own core attention.
-        reader = PackedReader(stream, layout, LayerMasks(), dense=True, token_positions=True)
+        reader = PackedReader(stream, layout, LayerMasks(), dense=True, as_one_sequence=True)
         data = PackedIterator(reader, 0, DEVICE)
         schedule = get_forward_backward_func()
     else:

@@ -241,7 +241,7 @@ class Layer:
         assert params is not None
         run = CoreAttentionRun(attention, ServerInLockstep(exchanges))
         given = [replace(part, run=run) for part in params.nano_batches or (params,)]
-        sizes = [int(part.max_seqlen_q) for part in given]
+        sizes = [part.rows for part in given]
         self._model.rotary_pos_emb.positions = batch.position_ids[0]
         angles = self._model.rotary_pos_emb(0)
         tokens = batch.tokens[0]

@@ -73,7 +73,7 @@ class AttentionCall:
 
     Args:
         resources: transport, kernel and memory of the call.
-        run: program that is followed, with the exchanges of the pass that runs.
+        cursor: program that is followed, with the exchanges of the pass that runs.
         nano_batch: number of the call's nano-batch, which selects channels of the transport.
         layer: number of the call's layer in the model chunk.
         softmax_scale: factor of the scores.
@@ -83,13 +83,13 @@ class AttentionCall:
     def __init__(
         self,
         resources: CallResources,
-        run: EventCursor,
+        cursor: EventCursor,
         nano_batch: int,
         layer: int,
         softmax_scale: float,
         labels: Mapping[str, Any],
     ) -> None:
-        self.run, self.nano_batch, self._layer = run, nano_batch, layer
+        self.cursor, self.nano_batch, self._layer = cursor, nano_batch, layer
         self._resources, self._scale, self._labels = resources, softmax_scale, labels
         self._workspace, self._scratch = resources.workspace, resources.scratch
         # This rank's part of the plan that the present pass has.
@@ -114,7 +114,7 @@ class AttentionCall:
 
     def _exchange_of_pass(self) -> Exchange:
         """Returns this rank's part of the plan in the current pass, which later steps use."""
-        exchange = self.run.exchange(self.nano_batch, self._layer)
+        exchange = self.cursor.exchange(self.nano_batch, self._layer)
         assert exchange is self._exchange or self._kept is None, "kept inputs are of another plan"
         self._exchange = exchange
         return exchange

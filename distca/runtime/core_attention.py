@@ -72,7 +72,7 @@ class CoreAttention:
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        run: EventCursor,
+        cursor: EventCursor,
         softmax_scale: float,
         labels: Mapping[str, Any] | None = None,
         nano_batch: int = 0,
@@ -85,7 +85,7 @@ class CoreAttention:
             q_THD: `[local rows, heads, head_dim]`.
             k_THD: `[local key rows, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
             v_THD: `[local key rows, kv_heads, v_head_dim]`.
-            run: this rank's part of the plan and the order of events, for this pass and for the
+            cursor: this rank's part of the plan and the order of events, for this pass and for the
                 backward pass. Other nano-batches go on while inputs and outputs are under way. In
                 the backward pass that needs no code: autograd reverses the order of the forward.
             softmax_scale: factor of the scores.
@@ -103,7 +103,7 @@ class CoreAttention:
             ValueError: the tensors do not have the rows that the plan's placement gives this rank.
         """
         # Of the first mask: own rows are the same with each.
-        exchange = run.exchanges[nano_batch]
+        exchange = cursor.exchanges[nano_batch]
         for name, tensor, rows in (
             ("q", q_THD, exchange.q),
             ("k", k_THD, exchange.kv),
@@ -114,26 +114,26 @@ class CoreAttention:
                     f"{name} has {tensor.shape[0]} rows, but the plan places {rows.local} "
                     f"tokens on rank {exchange.rank}"
                 )
-        event = run.take_turn("forward", "dispatch", nano_batch)
-        call = self._call(run, nano_batch, softmax_scale, labels or {}, event.layer)
+        event = cursor.take_turn("forward", "dispatch", nano_batch)
+        call = self._call(cursor, nano_batch, softmax_scale, labels or {}, event.layer)
         return _differentiable(call, q_THD, k_THD, v_THD, event, sink_H, latents)
 
     def serving_call(
         self,
-        run: EventCursor,
+        cursor: EventCursor,
         nano_batch: int,
         softmax_scale: float,
         labels: Mapping[str, Any],
         layer: int,
     ) -> AttentionCall:
         """Makes the call of a rank without tokens, which only serves. See `AttentionCall`."""
-        local = run.exchanges[nano_batch].q.local
+        local = cursor.exchanges[nano_batch].q.local
         assert local == 0, "a rank with tokens has their queries to send"
-        return self._call(run, nano_batch, softmax_scale, labels, layer)
+        return self._call(cursor, nano_batch, softmax_scale, labels, layer)
 
     def _call(
         self,
-        run: EventCursor,
+        cursor: EventCursor,
         nano_batch: int,
         softmax_scale: float,
         labels: Mapping[str, Any],
@@ -148,7 +148,7 @@ class CoreAttention:
             self.buffers.scratch,
             keeps_inputs=self.backward == "keep",
         )
-        return AttentionCall(resources, run, nano_batch, layer, softmax_scale, labels)
+        return AttentionCall(resources, cursor, nano_batch, layer, softmax_scale, labels)
 
 
 def _differentiable(
@@ -180,10 +180,10 @@ def _differentiable(
         q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), latent, latents, call
     )
     if ticket.requires_grad:
-        call.run.register_backward(event, call)
-    call.run.take_turn("forward", "compute", call.nano_batch)
+        call.cursor.register_backward(event, call)
+    call.cursor.take_turn("forward", "compute", call.nano_batch)
     ticket = _Compute.apply(ticket, weight, call)  # type: ignore[no-untyped-call]
-    call.run.take_turn("forward", "combine", call.nano_batch)
+    call.cursor.take_turn("forward", "combine", call.nano_batch)
     return _Combine.apply(ticket, sink_H, call)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -212,7 +212,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
         call: AttentionCall = ctx.call
-        call.run.unregister_backward(call.run.take_turn("backward", "combine", call.nano_batch))
+        event = call.cursor.take_turn("backward", "combine", call.nano_batch)
+        call.cursor.unregister_backward(event)
         dq, dk, dv, *of_latent = call.combine_backward()
         return dq, dk, dv, of_latent[0] if of_latent else None, None, None
 
@@ -229,10 +230,10 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ticket: torch.Tensor) -> Any:  # type: ignore[override]
         call: AttentionCall = ctx.call
-        call.run.take_turn("backward", "compute", call.nano_batch)
+        call.cursor.take_turn("backward", "compute", call.nano_batch)
         of_weight = call.compute_backward()
         # This layer's keys and values have come, which frees the channel for the layer below's.
-        call.run.prefetch()
+        call.cursor.prefetch()
         return ticket, of_weight, None
 
 
@@ -247,6 +248,6 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
         call: AttentionCall = ctx.call
-        call.run.take_turn("backward", "dispatch", call.nano_batch)
+        call.cursor.take_turn("backward", "dispatch", call.nano_batch)
         sink = call.dispatch_backward(dout.contiguous())
         return dout.new_empty(0), sink, None

@@ -1,4 +1,4 @@
-"""A run of a program: which event is next, and on which exchanges."""
+"""A cursor in a program: which event is next, and on which exchanges."""
 
 from __future__ import annotations
 

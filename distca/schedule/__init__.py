@@ -32,7 +32,7 @@ from distca.schedule.training.planned_batch import (
     documents_in_turn,
 )
 from distca.schedule.training.planner_process import PlannerProcess
-from distca.schedule.training.pooling import pool, pool_nano_batches
+from distca.schedule.training.shared_ticks import join_nano_batches, join_stages
 from distca.schedule.training.tick_schedule import (
     Tick,
     TickSchedule,
@@ -80,12 +80,12 @@ __all__ = [
     "documents_in_turn",
     "even_capacities",
     "format_summary",
+    "join_nano_batches",
+    "join_stages",
     "make_scheduler",
     "most_in_flight_of_1f1b",
     "move_tiles",
     "plain_loads",
-    "pool",
-    "pool_nano_batches",
     "share_out",
     "split_in_two",
     "tick_schedule",

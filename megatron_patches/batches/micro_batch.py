@@ -154,8 +154,14 @@ def read_positions(
     return tokens, labels, loss_mask
 
 
-def document_params(lengths: Int64s, token_positions: bool) -> DocumentParams:
-    """Describes the documents of this rank's tokens to Megatron's layers."""
+def document_params(lengths: Int64s, as_one_sequence: bool) -> DocumentParams:
+    """Describes the documents of this rank's tokens to Megatron's layers.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`.
+        as_one_sequence: whether rotary embedding is given one sequence of all tokens, since it
+            looks angles up token by token; otherwise it numbers each document's tokens from 0.
+    """
     ends = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])
     cu_seqlens = torch.from_numpy(ends)
@@ -168,8 +174,7 @@ def document_params(lengths: Int64s, token_positions: bool) -> DocumentParams:
         max_seqlen_kv=int(lengths.max()),
         documents_cu_seqlens=cu_seqlens,
     )
-    if token_positions:
-        # Describes one sequence to rotary embedding, which looks angles up token by token.
+    if as_one_sequence:
         whole = torch.tensor([0, total], dtype=torch.int32)
         params = replace(
             params,

@@ -44,7 +44,7 @@ class PackedReader:
         layout: windows and ranks.
         masks: masks of the layers.
         dense: whether micro-batches have a dense attention mask rather than `packed_seq_params`.
-        token_positions: whether rotary angles are looked up token by token (`model/rotary.py`);
+        as_one_sequence: whether rotary angles are looked up token by token (`model/rotary.py`);
             off where Megatron numbers the packed documents itself.
     """
 
@@ -52,7 +52,7 @@ class PackedReader:
     layout: WindowLayout
     masks: LayerMasks
     dense: bool
-    token_positions: bool
+    as_one_sequence: bool
 
     def micro_batch(self, first_sample: int) -> MicroBatch:
         """Reads the micro-batch that starts at a sample."""
@@ -73,7 +73,7 @@ class PackedReader:
             dense = [_dense_mask(lengths, mask) for mask in self.masks.masks]
             attention = {"attention_mask": torch.stack(dense)[None]}
         else:
-            attention = {"packed_seq_params": document_params(lengths, self.token_positions)}
+            attention = {"packed_seq_params": document_params(lengths, self.as_one_sequence)}
         return MicroBatch(
             tokens,
             labels,

@@ -120,27 +120,27 @@ class PlannedReader:
             planned: planned micro-batch.
             chain_parts: parts of each nano-batch, as `chain_parts` makes them.
         """
-        starts, positions, lengths = [], [], []
-        planned, rank = planned.of_pool(self.layout.data_parallel_rank)
-        for documents, nano in zip(planned.documents, planned.plans, strict=True):
+        in_stream, in_document, lengths = [], [], []
+        of_pool, rank = planned.of_pool(self.layout.data_parallel_rank)
+        for documents, nano in zip(of_pool.documents, of_pool.plans, strict=True):
             mine = nano.plan.placement.of_rank(rank)
             lengths.append(mine.end - mine.start)
-            tokens_of = np.repeat(mine.document, lengths[-1])
-            starts.append(documents.positions(tokens_of, expand_ranges(mine.start, lengths[-1])))
-            firsts = nano.first_positions[mine.document] + mine.start
-            positions.append(expand_ranges(firsts, lengths[-1]))
-        order = nano_order([len(rows) for rows in starts], self.sequence_shards)
-        tokens, labels, loss_mask = read_positions(self.stream, np.concatenate(starts))
-        params = document_params(np.concatenate(lengths), token_positions=True)
-        if len(planned.plans) == 2:
-            params = replace(params, nano_batches=self._nano_batches(planned, lengths, chain_parts))
+            document_of = np.repeat(mine.document, lengths[-1])
+            place = expand_ranges(mine.start, lengths[-1])
+            in_stream.append(documents.stream_positions(document_of, place))
+            in_document.append(nano.first_positions[document_of] + place)
+        order = nano_order([len(rows) for rows in in_stream], self.sequence_shards)
+        tokens, labels, loss_mask = read_positions(self.stream, np.concatenate(in_stream))
+        params = document_params(np.concatenate(lengths), as_one_sequence=True)
+        if len(of_pool.plans) == 2:
+            params = replace(params, nano_batches=self._nano_batches(of_pool, lengths, chain_parts))
         else:
             params = replace(params, chain_part=chain_parts[0])
         return MicroBatch(
             tokens[:, order],
             labels[:, order],
             loss_mask[:, order],
-            torch.from_numpy(np.concatenate(positions))[None, order],
+            torch.from_numpy(np.concatenate(in_document))[None, order],
             packed_seq_params=params,
         )
 
@@ -201,7 +201,7 @@ class PlannedReader:
             # The crossing document is the last one of ping.
             borrowed = self._rows_of(planned.plans[0].plan, len(planned.documents[0].lengths) - 1)
         ping, pong = (
-            replace(document_params(pieces, token_positions=True), chain_part=part)
+            replace(document_params(pieces, as_one_sequence=True), chain_part=part)
             for pieces, part in zip(lengths, chain_parts, strict=True)
         )
         return (

@@ -148,28 +148,28 @@ class TickMaker:
         latents = runtime.shape.kv_rank is not None
         # Ticks may share plans. Their exchanges are built once: with `keep` the backward tick finds
         # there the inputs that the forward tick kept.
-        uses = Counter(planned.number for planned in batch.ticks)
+        uses = Counter(each.number for each in batch.ticks)
         exchanges: dict[int, tuple[Exchange, ...]] = {}
-        for planned, goes_back, of_servers in zip(
+        for planned_tick, goes_back, of_servers in zip(
             batch.ticks, batch.schedule.goes_back, counted.bytes_sent, strict=True
         ):
-            mine = exchanges.pop(planned.number, None) or tuple(
-                build_exchange(plan, layout.server, latents) for plan in planned.plans
+            mine = exchanges.pop(planned_tick.number, None) or tuple(
+                build_exchange(plan, layout.server, latents) for plan in planned_tick.plans
             )
-            uses[planned.number] -= 1
-            if uses[planned.number]:
-                exchanges[planned.number] = mine
-            work = None if layout.stage is None else planned.tick.work[layout.stage]
+            uses[planned_tick.number] -= 1
+            if uses[planned_tick.number]:
+                exchanges[planned_tick.number] = mine
+            work = None if layout.stage is None else planned_tick.tick.work[layout.stage]
             micro_batch = None
-            if work is not None and planned.tick.direction == "forward":
+            if work is not None and planned_tick.tick.direction == "forward":
                 micro_batch = self._with_run(micro_batches.read(work))
             yield TickInput(
                 batch.schedule,
-                planned.tick,
-                planned.plans,
+                planned_tick.tick,
+                planned_tick.plans,
                 mine,
                 runtime.program(
-                    planned.tick.direction,
+                    planned_tick.tick.direction,
                     len(mine) // len(runtime.masks.masks),
                     self._at_home(mine),
                     goes_back,
@@ -239,7 +239,7 @@ class PlannedIterator(Iterator[TickInput]):
     Args:
         maker: maker of the ticks.
         first_sample: number of samples consumed so far.
-        micro_batches: function from a sample to the number of micro-batches of the global batch
+        micro_batches_at: function from a sample to the number of micro-batches of the global batch
             that starts there.
         device: device of the model.
         process: process that plans, and ends with this iterator; None: the thread plans, and slows
@@ -258,7 +258,7 @@ class PlannedIterator(Iterator[TickInput]):
         self,
         maker: TickMaker,
         first_sample: int,
-        micro_batches: Callable[[int], int],
+        micro_batches_at: Callable[[int], int],
         device: torch.device,
         process: PlannerProcess[CountedGlobalBatch] | None = None,
         announce: Callable[[], None] | None = None,
@@ -268,18 +268,18 @@ class PlannedIterator(Iterator[TickInput]):
         self._maker, self._process, self._fused_rotary = maker, process, fused_rotary
         self._figures: Mapping[str, float] = {}
         self._seconds_waited = 0.0
-        self._plans = Prefetcher(self._plan_all(first_sample, micro_batches))
+        self._plans = Prefetcher(self._plan_all(first_sample, micro_batches_at))
         # Ticks in which a stage fills or drains pass faster than one is made.
         self._ticks = Prefetcher(self._make_all(), depth=self.runtime.layout.stages)
 
     def _plan_all(
-        self, sample: int, micro_batches: Callable[[int], int]
+        self, sample: int, micro_batches_at: Callable[[int], int]
     ) -> Iterator[tuple[CountedGlobalBatch, dict[str, float]]]:
         """Yields the plans of all global batches from a sample on, and figures for the log."""
         reader, plan = self._maker.reader, self._process or self._maker.planner()
         warning = ToleranceWarning(reader.planner.config, self.runtime.layout.stage is None)
         while True:
-            number = micro_batches(sample)
+            number = micro_batches_at(sample)
             documents = reader.documents(sample, number)
             counted = plan(documents)
             warning.check(counted.batch, sample)

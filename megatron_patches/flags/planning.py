@@ -78,7 +78,7 @@ class PlannerConfig:
     """What global batches are planned by, beside their documents.
 
     Attributes:
-        scheduling: costs and links.
+        schedule: costs and links.
         training: how global batches of training run.
         masks: masks of a model chunk's layers.
         linear_work: linear layers, beside which attention is shared out.
@@ -86,7 +86,7 @@ class PlannerConfig:
         sequence_shards: as for `ParallelSizes`.
     """
 
-    scheduling: ScheduleConfig
+    schedule: ScheduleConfig
     training: ExecutionOptions
     masks: LayerMasks
     linear_work: LinearWork
@@ -107,7 +107,7 @@ class PlannerConfig:
         """
         sizes = ParallelSizes.from_args(args)
         return cls(
-            scheduling=schedule_config(config, args, servers),
+            schedule=schedule_config(config, args, servers),
             training=config.execution_options(sizes.chunks),
             masks=masks_of_a_chunk(args),
             linear_work=linear_work(args),

@@ -186,7 +186,7 @@ class _Splits:
                     self.planned.reader(stream, forward_only=False),
                     self.config.backward,
                     consumed,
-                    self.planned.micro_batches(consumed),
+                    self.planned.micro_batches_at(consumed),
                 )
         return self._iterator(
             stream, {"train": TRAIN, "valid": VALID, "test": TEST}[which], consumed
@@ -224,7 +224,7 @@ def packed_iterator(
         layout,
         masks_from_args(args),
         dense=kind == "dense mask",
-        token_positions=kind == "packed",
+        as_one_sequence=kind == "packed",
     )
     return PackedIterator(reader, first_sample, model_device(), args.apply_rope_fusion)
 

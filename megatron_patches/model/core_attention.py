@@ -80,6 +80,12 @@ class DocumentParams(PackedSeqParams):
     run: CoreAttentionRun | None = None
     token_positions: torch.Tensor | None = None
 
+    @property
+    def rows(self) -> int:
+        """Number of this rank's tokens, which are one sequence to rotary embedding."""
+        assert self.cu_seqlens_q_padded is not None, "each document is a sequence of its own"
+        return int(self.max_seqlen_q)
+
 
 class _AnyHeads(DotProductAttention):
     """megatron-core's core attention, also for the unlike heads of multi-latent attention."""

@@ -89,7 +89,7 @@ def rotate_layers_by_position_ids(model: GPTModel) -> None:
             return
         params.token_positions = positions
         if params.nano_batches is not None:
-            sizes = [int(each.max_seqlen_q) for each in params.nano_batches]
+            sizes = [each.rows for each in params.nano_batches]
             for each, rows in zip(
                 params.nano_batches, split_rows(positions, sizes, shards), strict=True
             ):

@@ -160,8 +160,7 @@ def _forward(
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     hidden = hidden_states if block.pre_process else block.input_tensor
     assert hidden is not None
-    # Each nano-batch is one sequence to rotary embedding.
-    sizes = [int(each.max_seqlen_q) for each in nano_batches]
+    sizes = [each.rows for each in nano_batches]
     parts = torch.split(hidden, [size // shards for size in sizes])
     angles: Sequence[torch.Tensor | None] = [None, None]
     if rotary_pos_emb is not None:

@@ -34,8 +34,8 @@ class PlannedData:
         device: device of the model.
         servers: attention servers that exchange with this process.
         runtime: what this rank runs ticks with.
-        micro_batches: function from a sample of the training split to the number of micro-batches
-            of the global batch that starts there.
+        micro_batches_at: function from a sample of the training split to the number of
+            micro-batches of the global batch that starts there.
         evaluated: number of micro-batches of a global batch of an evaluation.
         fused_rotary: as for `MicroBatch.to`.
     """
@@ -45,7 +45,7 @@ class PlannedData:
     device: torch.device
     servers: Servers
     runtime: RankRuntime
-    micro_batches: Callable[[int], int]
+    micro_batches_at: Callable[[int], int]
     evaluated: int
     fused_rotary: bool
 
@@ -69,7 +69,7 @@ class PlannedData:
         sizes, batches = ParallelSizes.from_args(args), BatchSizes.from_args(args)
         servers = find_servers(config, sizes, device, processes)
         planning = PlannerConfig.from_args(config, args, servers.layout.world_size)
-        shape = planning.scheduling.shape
+        shape = planning.schedule.shape
         return PlannedData(
             planning=planning,
             windows=windows,
@@ -88,7 +88,7 @@ class PlannedData:
                 planning.masks,
                 planning.layer_groups,
             ),
-            micro_batches=batches.micro_batches_by_sample(),
+            micro_batches_at=batches.micro_batches_by_sample(),
             evaluated=batches.evaluated // windows.samples_per_micro_batch,
             fused_rotary=args.apply_rope_fusion,
         )
@@ -98,7 +98,7 @@ class PlannedData:
         planning, pipeline = self.planning, self.servers.layout
         planner = GlobalBatchPlanner(
             pipeline.servers,
-            planning.scheduling,
+            planning.schedule,
             planning.options(forward_only),
             planning.masks,
             pipeline.dedicated,
@@ -124,7 +124,7 @@ class PlannedData:
         return PlannedIterator(
             maker,
             first_sample,
-            self.micro_batches if training else lambda _: self.evaluated,
+            self.micro_batches_at if training else lambda _: self.evaluated,
             self.device,
             PlannerProcess(maker.planner()),
             None if control is None else partial(control.announce, number),

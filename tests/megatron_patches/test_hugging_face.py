@@ -71,7 +71,7 @@ def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.
     save_weights(model, args, folder / "checkpoints", iteration=4)
     model.eval()
     positions = torch.arange(len(tokens))[None]
-    params = document_params(np.array([len(tokens)]), token_positions=True)
+    params = document_params(np.array([len(tokens)]), as_one_sequence=True)
     with torch.no_grad():
         out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
     forget_megatron()

@@ -97,7 +97,7 @@ def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:
     plan_log.logger.addHandler(handler)
     plan_log.logger.setLevel(logging.INFO)
     try:
-        plan_log.log_first_plan(reader, "resend", first, planned.micro_batches(first))
+        plan_log.log_first_plan(reader, "resend", first, planned.micro_batches_at(first))
     finally:
         plan_log.logger.removeHandler(handler)
     planned.close()

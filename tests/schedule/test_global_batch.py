@@ -58,10 +58,10 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
             DistcaConfig.from_args(args), args, window_layout(args), torch.device("cpu")
         )
         made = planned.maker(memory_stream(lengths), forward_only=False)
-        log_first_plan(made.reader, "resend", 0, planned.micro_batches(0))
+        log_first_plan(made.reader, "resend", 0, planned.micro_batches_at(0))
         ticks = [
             (each.tick, rows(each.plans), each.bytes_sent, each.memory)
-            for each in global_batch(made, 0, planned.micro_batches(0))
+            for each in global_batch(made, 0, planned.micro_batches_at(0))
         ]
         config = schedule_config(DistcaConfig.from_args(args), args, made.runtime.layout.world_size)
         passes: tuple[Pass, ...] = ("forward", "backward")

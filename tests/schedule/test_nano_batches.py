@@ -13,9 +13,9 @@ from distca.schedule import (
     SCHEDULERS,
     NanoPlan,
     ScheduleConfig,
+    join_stages,
     make_scheduler,
     move_tiles,
-    pool,
     split_in_two,
 )
 from distca.schedule.training.micro_batches import DocumentParts, cut_chain
@@ -116,7 +116,7 @@ def test_plans_of_all_cover_every_pair_once(
         for nano_number, (pieces, nano) in enumerate(zip(of_nano_batches, plans, strict=True)):
             # The same micro-batch in the first and the last stage, and none between.
             of_stages = [nano if n in (0, stages - 1) else None for n in range(stages)]
-            plan = pool(of_stages, servers, scheduler, move if name in BALANCING else None)
+            plan = join_stages(of_stages, servers, scheduler, move if name in BALANCING else None)
             validate_plan(plan)
             assert plan.own_tokens_per_rank().sum() == pieces.lengths.sum() * min(stages, 2)
             assert (nano.first_positions == pieces.start).all()
@@ -135,7 +135,7 @@ def test_a_crossing_document_is_balanced() -> None:
     lengths = np.array([16_384])
     ((_, nano),) = planned(lengths, 4, Mask(), "tiles", config)
     servers = np.arange(4).reshape(1, 4)
-    plan = pool([nano[1]], servers, None, lambda p: move_tiles(p, config))
+    plan = join_stages([nano[1]], servers, None, lambda p: move_tiles(p, config))
     validate_plan(plan)
     assert plan.cached_prefix is not None
     assert plan.cached_prefix[0] == 8192
@@ -146,7 +146,7 @@ def test_a_crossing_document_is_balanced() -> None:
 
 def test_such_plans_are_saved_and_checked(tmp_path) -> None:
     ((_, nano),) = planned(np.array([2048]), 2, Mask(), "tiles", ScheduleConfig())
-    plan = pool([nano[1]], np.arange(2).reshape(1, 2))
+    plan = join_stages([nano[1]], np.arange(2).reshape(1, 2))
     save_plan(plan, tmp_path / "plan.json")
     loaded, _ = load_plan(tmp_path / "plan.json")
     assert (loaded.cached_prefix == plan.cached_prefix).all()

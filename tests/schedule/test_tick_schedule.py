@@ -1,4 +1,4 @@
-"""Tick schedules: what depends on what, how many ticks, how much is in flight; and pooling."""
+"""Tick schedules: what depends on what, how many ticks, how much is in flight; and shared ticks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from distca.schedule import (
     ScheduleConfig,
     TickSchedule,
     Work,
+    join_stages,
     make_scheduler,
     most_in_flight_of_1f1b,
-    pool,
     tick_schedule,
 )
 from support.random_plans import random_lengths
@@ -205,7 +205,7 @@ def test_pooled_plans_are_valid(data: st.DataObject, name: str, pooled: bool) ->
     order = data.draw(st.permutations(range(ranks * stages)))
     servers = np.array(order, dtype=np.int64).reshape(stages, ranks)
     stages_plans = [None if own is None else NanoPlan(own) for own in plans]
-    plan = pool(stages_plans, servers, scheduler if pooled else None)
+    plan = join_stages(stages_plans, servers, scheduler if pooled else None)
     validate_plan(plan)
     assert plan.world_size == servers.size or stages == 1
     tokens = plan.placement.tokens_per_rank()
@@ -224,7 +224,7 @@ def test_idle_servers_are_used() -> None:
     scheduler = make_scheduler("tiles", ScheduleConfig())
     own = scheduler.plan(np.array([16_384]), np.array([8192, 8192]), Mask())
     servers = np.arange(8).reshape(4, 2)
-    plan = pool([None, NanoPlan(own), None, None], servers, scheduler)
+    plan = join_stages([None, NanoPlan(own), None, None], servers, scheduler)
     loads = plan.loads()
     assert loads.max() <= 1.1 * loads.mean()
     assert (loads > 0).all()

@@ -38,7 +38,7 @@ def imported_logits(llama: Path, work: Path, tokens: list[int]) -> torch.Tensor:
     load_weights(model, args, work / "checkpoint")
     model.eval()
     positions = torch.arange(len(tokens))[None]
-    params = document_params(np.array([len(tokens)]), token_positions=True)
+    params = document_params(np.array([len(tokens)]), as_one_sequence=True)
     with torch.no_grad():
         out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
     forget_megatron()

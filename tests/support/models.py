@@ -173,7 +173,7 @@ def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
     planned = PlannedData.start(config, args, layout, device, processes)
     maker, control = planned.maker(stream, forward_only=False), planned.servers.control
     announce = None if control is None else partial(control.announce, TRAIN)
-    ticks = PlannedIterator(maker, 0, planned.micro_batches, device, announce=announce)
+    ticks = PlannedIterator(maker, 0, planned.micro_batches_at, device, announce=announce)
     return DataIterators(ticks, None, None, control, planned.close), maker
 
 
@@ -283,7 +283,7 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     config, device = DistcaConfig.from_args(args), torch.device("cpu")
     planned = PlannedData.start(config, args, window_layout(args), device)
     reader = planned.reader(memory_stream(lengths), forward_only=False)
-    incoming = reader.documents(0, planned.micro_batches(0))
+    incoming = reader.documents(0, planned.micro_batches_at(0))
     micro_batches = reader.planner.share_out(incoming)
     found = [documents.starts.tolist() for documents in micro_batches]
     forget_megatron()

@@ -218,7 +218,7 @@ def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     run, _ = make_run(args, stream)
     planned = PlannedData.start(DistcaConfig.from_args(args), args, window_layout(args), device)
     maker = planned.maker(stream, forward_only=True)
-    ticks = PlannedIterator(maker, 0, planned.micro_batches, device)
+    ticks = PlannedIterator(maker, 0, planned.micro_batches_at, device)
     run.data = DataIterators(None, ticks, None)
     args.eval_iters = 1
     losses = training.evaluate(run, "valid")

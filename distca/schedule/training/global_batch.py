@@ -10,7 +10,7 @@ are a pure function of the documents and the options, the same on every rank:
    of their own with that placement: under a window equally many tokens see about as much. With
    server pools (`server_pools.py`) each pool plans its own documents over its own ranks;
 3. in each tick (`tick_schedule.py`) the plans of all stages that work become one plan over the
-   servers of all stages (`pooling.py`).
+   servers of all stages (`shared_ticks.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from distca.schedule.training.planned_batch import (
     PlannedMicroBatch,
     PlannedTick,
 )
-from distca.schedule.training.pooling import TickPlanner
 from distca.schedule.training.server_pools import ServerPools
+from distca.schedule.training.shared_ticks import TickPlanner
 from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
 from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair
 
@@ -166,7 +166,7 @@ class GlobalBatchPlanner:
         Raises:
             ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
         """
-        return self._planned(self.micro_batches(incoming))
+        return self._with_ticks(self.micro_batches(incoming))
 
     def plan_assigned(self, parts: Sequence[Sequence[Documents]]) -> PlannedGlobalBatch:
         """Plans a global batch whose documents are assigned to server pools.
@@ -174,9 +174,9 @@ class GlobalBatchPlanner:
         Args:
             parts: documents of each pool in each micro-batch, as `assign` returns them.
         """
-        return self._planned(self._of_pools(parts))
+        return self._with_ticks(self._of_pools(parts))
 
-    def _planned(self, micro_batches: Sequence[PlannedMicroBatch]) -> PlannedGlobalBatch:
+    def _with_ticks(self, micro_batches: Sequence[PlannedMicroBatch]) -> PlannedGlobalBatch:
         schedule = self.options.tick_schedule(len(micro_batches), self.stages)
         ticks = self.ticks(micro_batches, schedule.ticks)
         size = None if self._server_pools is None else self._server_pools.size
@@ -227,7 +227,7 @@ class GlobalBatchPlanner:
             return self._of_pools(self.assign(incoming))
         planned: list[PlannedMicroBatch] = []
         for documents in self.share_out(incoming):
-            planned += self._chain(documents, len(planned))
+            planned += self._plan_chain(documents, len(planned))
         return planned
 
     def _of_pools(self, parts: Sequence[Sequence[Documents]]) -> list[PlannedMicroBatch]:
@@ -236,7 +236,7 @@ class GlobalBatchPlanner:
         return [
             self._server_pools.join(
                 [
-                    planner._chain(documents, number)[0]
+                    planner._plan_chain(documents, number)[0]
                     for planner, documents in zip(self._pool_planners, of_pools, strict=True)
                 ]
             )
@@ -265,7 +265,7 @@ class GlobalBatchPlanner:
         """
         return self._tick_planner.ticks(micro_batches, ticks)
 
-    def _chain(self, documents: Documents, first: int) -> list[PlannedMicroBatch]:
+    def _plan_chain(self, documents: Documents, first: int) -> list[PlannedMicroBatch]:
         """Plans the micro-batches that share documents; often that is a single one.
 
         Args:
@@ -278,7 +278,7 @@ class GlobalBatchPlanner:
             cut_chain(lengths, self._part_loads, count, not options.free_placement),
             lengths,
             self._part_loads,
-            lambda own: self._plan(own, documents.window_sizes if whole else ()),
+            lambda own: self._plan_nano_batch(own, documents.window_sizes if whole else ()),
             options.ping_pong,
         )
         members = range(first, first + count)
@@ -287,7 +287,7 @@ class GlobalBatchPlanner:
                 tuple(
                     Documents(
                         pieces.lengths,
-                        documents.positions(pieces.document, pieces.start),
+                        documents.stream_positions(pieces.document, pieces.start),
                         documents.window_sizes if whole else (),
                     )
                     for pieces in nano_batches
@@ -308,7 +308,7 @@ class GlobalBatchPlanner:
         loads[later] -= self._loads(start[later])
         return loads
 
-    def _plan(self, lengths: Int64s, window_sizes: tuple[int, ...] = ()) -> Plan:
+    def _plan_nano_batch(self, lengths: Int64s, window_sizes: tuple[int, ...] = ()) -> Plan:
         """Plans a nano-batch, or a whole micro-batch, over the ranks of a stage."""
         mask = self.masks.masks[0]
         tokens = int(lengths.sum()) // self.ranks

@@ -7,11 +7,12 @@ the same number of tokens, and every document stays whole: a partition problem, 
 solutions are found because short documents are many.
 
 1. Documents in the order of their load, the heaviest first, go to the micro-batch with the least
-   load that has room; every other light document (`_POOL` for each micro-batch) is kept in a pool.
-2. Each micro-batch in turn is filled up: with the longest of the pool, until its room is worth a
-   few documents, then with a subset of the pool that fits exactly. The sums that subsets reach are
-   a set of bits, which adding a document shifts (the dynamic program for subset sums, with Python's
-   long integers as bit sets). The last micro-batch gets the rest, which fits by itself.
+   load that has room; every other light document (`_RESERVE` for each micro-batch) is kept in
+   reserve.
+2. Each micro-batch in turn is filled up: with the longest of the reserve, until its room is worth a
+   few documents, then with a subset of the reserve that fits exactly. The sums that subsets reach
+   are a set of bits, which adding a document shifts (the dynamic program for subset sums, with
+   Python's long integers as bit sets). The last micro-batch gets the rest, which fits by itself.
 
 If no exact fit is found, or it gains too little, documents stay in the windows of the stream.
 
@@ -28,10 +29,10 @@ import numpy as np
 
 from distca.plan.span import Floats, Int64s
 
-_POOL = 48
-"""Short documents kept in the pool for each micro-batch, to fit its tokens exactly."""
+_RESERVE = 48
+"""Short documents kept in the reserve for each micro-batch, to fit its tokens exactly."""
 _FEW = (20, 8, 3)
-"""Room that is left to be filled exactly, in mean documents of the pool: fewer if that fails."""
+"""Room that is left to be filled exactly, in mean documents of the reserve: fewer if that fails."""
 _EXACT = 96
 """Documents among which the subset that fits exactly is searched for."""
 _LEAST_GAIN = 0.01
@@ -135,14 +136,14 @@ def cut_chain(lengths: Int64s, loads: Loads, count: int, in_turn: bool) -> list[
 def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -> Int64s | None:
     """Groups documents as `whole_documents` does; about `few` of them in a group fit exactly."""
     order = np.lexsort((np.arange(len(lengths)), -lengths, -loads))
-    # The pool: every other of the lighter documents, as many as are needed.
-    is_pool = np.zeros(len(order), dtype=bool)
-    is_pool[len(order) // 3 :: 2] = True
-    is_pool[np.flatnonzero(is_pool)[: -_POOL * count]] = False
-    heavy, pool = order[~is_pool], order[is_pool].tolist()
+    # The reserve: every other of the lighter documents, as many as are needed.
+    is_reserve = np.zeros(len(order), dtype=bool)
+    is_reserve[len(order) // 3 :: 2] = True
+    is_reserve[np.flatnonzero(is_reserve)[: -_RESERVE * count]] = False
+    heavy, reserve = order[~is_reserve], order[is_reserve].tolist()
     # Room that is left in a group, since less could not be filled exactly.
-    mean = float(lengths[pool].mean()) if pool else 0.0
-    reserve = min(few, len(pool) / (2 * count)) * mean
+    mean = float(lengths[reserve].mean()) if reserve else 0.0
+    kept_free = min(few, len(reserve) / (2 * count)) * mean
     remaining = [room] * count
     # A heap of the groups by their load.
     by_load = [(0.0, number) for number in range(count)]
@@ -150,7 +151,7 @@ def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -
     taken_by = []
     for length, load in zip(lengths[heavy].tolist(), loads[heavy].tolist(), strict=True):
         set_aside = []
-        while by_load and remaining[by_load[0][1]] - length < reserve:
+        while by_load and remaining[by_load[0][1]] - length < kept_free:
             set_aside.append(heapq.heappop(by_load))
         if not by_load:
             return None
@@ -161,30 +162,30 @@ def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -
         for entry in set_aside:
             heapq.heappush(by_load, entry)
     chosen[heavy] = taken_by
-    # The lightest group first, as the longest documents of the pool have most load a token.
+    # The lightest group first, as the longest documents of the reserve have most load a token.
     *first, last = [number for _, number in sorted(by_load)]
     for number in first:
-        fit = _exact_fit(lengths, pool, remaining[number], few)
+        fit = _exact_fit(lengths, reserve, remaining[number], few)
         if fit is None:
             return None
         chosen[fit] = number
         taken = set(fit)
-        pool = [document for document in pool if document not in taken]
+        reserve = [document for document in reserve if document not in taken]
     chosen[chosen < 0] = last
     return chosen
 
 
-def _exact_fit(lengths: Int64s, pool: list[int], room: int, few: int) -> list[int] | None:
-    """Finds documents of the pool, sorted from the longest, whose tokens are exactly `room`."""
+def _exact_fit(lengths: Int64s, reserve: list[int], room: int, few: int) -> list[int] | None:
+    """Finds documents of the reserve, sorted from the longest, whose tokens are exactly `room`."""
     taken: list[int] = []
-    rest = few * int(lengths[pool].mean()) if pool else 0
-    for document in pool:
+    rest = few * int(lengths[reserve].mean()) if reserve else 0
+    for document in reserve:
         length = int(lengths[document])
         if room - length >= rest:
             taken.append(document)
             room -= length
     skip = set(taken)
-    left = [document for document in pool if document not in skip]
+    left = [document for document in reserve if document not in skip]
     # A spread of lengths reaches more sums than the shortest documents alone.
     candidates = left[:: -(-len(left) // _EXACT) or 1]
     reachable = [1]

@@ -47,15 +47,15 @@ class Documents:
     window_sizes: tuple[int, ...] = ()
     micro_batches: int = 1
 
-    def positions(self, document: Int64s, start: Int64s) -> Int64s:
+    def stream_positions(self, document: Int64s, place: Int64s) -> Int64s:
         """Returns where tokens of documents are in the stream, `PADDING` for those of padding.
 
         Args:
-            document: numbers of the documents, int64 `[tokens]`.
-            start: tokens, by their place in the document, int64 `[tokens]`.
+            document: number of each token's document, int64 `[tokens]`.
+            place: place of each token in its document, int64 `[tokens]`.
         """
         first = self.starts[document]
-        return np.where(first == PADDING, PADDING, first + start)
+        return np.where(first == PADDING, PADDING, first + place)
 
 
 def documents_in_turn(windows: Sequence[Int64s], chain: int = 1) -> list[Documents]:

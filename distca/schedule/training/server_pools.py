@@ -25,7 +25,7 @@ import numpy as np
 from distca.plan.span import Floats, Int64s
 from distca.schedule.training.nano_batches import NanoPlan, SplitDocument
 from distca.schedule.training.planned_batch import PADDING, Documents, PlannedMicroBatch
-from distca.schedule.training.pooling import side_by_side
+from distca.schedule.training.shared_ticks import side_by_side
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_masks_and_positions_are_megatron_s(tmp_path: Path) -> None:
     builder.finalize(f"{prefix}.idx")
     stream = TokenStream.open(Blend((prefix,), None, None), "train", seed=1, num_tokens=600)
     reader = PackedReader(
-        stream, WindowLayout(0, 1, SAMPLE, 1), LayerMasks(), dense=True, token_positions=True
+        stream, WindowLayout(0, 1, SAMPLE, 1), LayerMasks(), dense=True, as_one_sequence=True
     )
     ends = 0
     for sample in range(8):

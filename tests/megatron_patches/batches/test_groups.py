@@ -39,7 +39,7 @@ def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
         reader = planned.reader(memory_stream(lengths), forward_only=False)
         plan_log.logger.addHandler(handler)
         try:
-            plan_log.log_first_plan(reader, "resend", 0, planned.micro_batches(0))
+            plan_log.log_first_plan(reader, "resend", 0, planned.micro_batches_at(0))
         finally:
             plan_log.logger.removeHandler(handler)
         planned.close()

@@ -254,7 +254,7 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
         job, _ = make_run(args, stream)
     planned = PlannedData.start(DistcaConfig.from_args(args), args, window_layout(args), device)
     maker = planned.maker(stream, forward_only=True)
-    valid = PlannedIterator(maker, 0, planned.micro_batches, device)
+    valid = PlannedIterator(maker, 0, planned.micro_batches_at, device)
     given = job.data
     job.data = DataIterators(given.train, valid, None, end=given.end)
     seen, captured = [], []

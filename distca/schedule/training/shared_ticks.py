@@ -1,4 +1,4 @@
-"""Pooling: one plan for all stages of a pipeline that work at the same time (Section 4.1).
+"""Shared ticks: one plan for all stages of a pipeline that work at the same time (Section 4.1).
 
 Servers with less linear work take more of a tick's attention (`tick_speeds.py`).
 """
@@ -38,7 +38,7 @@ class TickPlanner:
             attention; None: attention alone counts.
         chunks: number of model chunks of each stage.
         checks: whether plans are validated.
-        server_pools: planner of each server pool; empty: one pool has all ranks.
+        pool_planners: planner of each server pool; empty: one pool has all ranks.
     """
 
     servers: Int64s
@@ -50,7 +50,7 @@ class TickPlanner:
     linear_work: LinearWork | None
     chunks: int
     checks: bool
-    server_pools: tuple[TickPlanner, ...] = ()
+    pool_planners: tuple[TickPlanner, ...] = ()
 
     def ticks(
         self, micro_batches: Sequence[PlannedMicroBatch], ticks: Sequence[Tick]
@@ -88,12 +88,12 @@ class TickPlanner:
             counts_head: whether the last stage's output layer counts.
             at_home: what ranks compute if no task leaves its stage.
         """
-        if self.server_pools:
+        if self.pool_planners:
             (only,) = stages
             assert only is not None
             of_pools = [
                 planner._plans([part], counts_head, at_home)
-                for planner, part in zip(self.server_pools, only.pools, strict=True)
+                for planner, part in zip(self.pool_planners, only.pools, strict=True)
             ]
             ranks = self.servers.reshape(len(of_pools), -1)
             return tuple(
@@ -113,7 +113,7 @@ class TickPlanner:
     ) -> tuple[Plan, ...]:
         """Makes a tick's plans with one mask from the plans of each stage."""
         config = self._config_of_tick(stages, counts_head, at_home)
-        plans = pool_nano_batches(
+        plans = join_nano_batches(
             stages,
             self.servers,
             make_scheduler(self.scheduler, config) if self.shared else None,
@@ -143,7 +143,7 @@ class TickPlanner:
         return replace(config, server_speeds=tuple(speeds.tolist()))
 
 
-def pool(
+def join_stages(
     stages: Sequence[NanoPlan | None],
     servers: Int64s,
     scheduler: Scheduler | None = None,
@@ -195,14 +195,15 @@ def pool(
     return with_earlier(plan, split_documents)
 
 
-def pool_nano_batches(
+def join_nano_batches(
     stages: Sequence[Sequence[NanoPlan] | None],
     servers: Int64s,
     scheduler: Scheduler | None = None,
     move: Callable[[Plan], Plan] | None = None,
     world_size: int | None = None,
 ) -> tuple[Plan, ...]:
-    """Makes the plans of a tick, one for each nano-batch. All other arguments are those of `pool`.
+    """Makes the plans of a tick, one for each nano-batch. All other arguments are those of
+    `join_stages`.
 
     Args:
         stages: plans of the nano-batches of each stage; None: the stage is idle.
@@ -213,7 +214,7 @@ def pool_nano_batches(
     """
     nano_batches = max(len(stage) for stage in stages if stage is not None)
     return tuple(
-        pool(
+        join_stages(
             [None if s is None else s[number] for s in stages], servers, scheduler, move, world_size
         )
         for number in range(nano_batches)
