@@ -2,8 +2,9 @@
 
 A row says which name, why, and for which versions of megatron-core. A mend of a defect also says
 where the defect is, and ends with the version that has it fixed. Nothing else replaces a name:
-what belongs to our own model, such as its core attention, is listed in `INSTANCES` and replaced on
-that model only.
+what belongs to our own model, such as its core attention, is listed in `INSTANCES` and `SETTINGS`
+and replaced on that model only. Outside: stand-ins for modules of megatron-core that need triton,
+where it is not installed (`without_triton.py`).
 
 Rows are applied after the flags are parsed, and in Megatron-LM's own script only with `--distca`.
 Until then one name is replaced, that of `ADD_FLAGS`; without `--distca` it is then put back. Where
@@ -24,6 +25,8 @@ from megatron.core.package_info import MAJOR, MINOR
 
 from megatron_patches import checkpoint_data, cpu, mcore_fixes
 from megatron_patches.loop import evaluation, megatron_checkpoints, megatron_hooks, step_log
+from megatron_patches.loop.run import LoopRun
+from megatron_patches.versions import FIRST, LAST
 
 _ORIGINALS = "_distca_originals"
 """Attribute of a changed module or class: its originals by name."""
@@ -42,7 +45,8 @@ class Hook:
     Attributes:
         module: module that has the name; one that ends with `.*` means all that are loaded.
         name: name in the module, of a method with its class.
-        why: what the replacement is for; of a mend, what is wrong with the original.
+        why: what the replacement does, as "ours ..."; or what the original does that is wrong
+            here, as "theirs ...".
         make: function `(original, *given) -> replacement`; `given` is what `apply` was given.
         since: first version of megatron-core that needs it.
         until: first version that doesn't; None: none is known.
@@ -91,7 +95,7 @@ class Hook:
             if not hasattr(owner, leaf):
                 raise RuntimeError(
                     f"megatron-core {MAJOR}.{MINOR} has no {self.module}.{self.name}, which "
-                    "--distca replaces: use 0.17 to 0.19"
+                    f"--distca replaces: use {FIRST} to {LAST}"
                 )
             originals = vars(owner).get(_ORIGINALS)
             if originals is None:
@@ -138,7 +142,7 @@ _FILES = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 ADD_FLAGS = Hook(
     _ARGUMENTS,
     "add_megatron_arguments",
-    "adds our flags, and calls us when the command line is parsed",
+    "ours adds our flags, and calls us when the command line is parsed",
     megatron_hooks.add_flags,
 )
 """The row that is applied before the flags are parsed."""
@@ -148,117 +152,126 @@ LOOP = (
         # Up to 0.17 the loop parses the flags, from 0.18 on the script.
         "megatron.training.*",
         "validate_args",
-        "checks our flags beside Megatron-LM's, and ends all ranks by one line",
+        "ours checks our flags beside Megatron-LM's, and ends all ranks by one line",
         megatron_hooks.check_arguments,
     ),
     Hook(
         _INITIALIZE,
         "_initialize_distributed",
-        "gives Megatron-LM the processes with a model, beside which others only serve",
+        "ours gives Megatron-LM the processes with a model, beside which others only serve",
         megatron_hooks.beside_servers,
     ),
     Hook(
         _TRAINING,
         "get_forward_backward_func",
-        "runs the micro-batches of a global batch in ticks; without --distca, in our own script: "
-        "tells Megatron's schedule that samples are packed",
+        "ours runs the micro-batches of a global batch in ticks; without --distca, in our own "
+        "script, it tells Megatron's schedule that samples are packed",
         megatron_hooks.own_schedule,
     ),
     Hook(
         _TRAINING,
         "train_step",
-        "measures steps, and says what is not finite",
+        "ours measures steps, and says what is not finite",
         step_log.measured_step,
     ),
     Hook(
         _TRAINING,
         "training_log",
-        "logs what steps were measured by: attention of the busiest rank, waits, MFU, memory",
+        "ours logs what steps were measured by: attention of the busiest rank, waits, MFU, memory",
         step_log.measured_log,
     ),
     Hook(
         _TRAINING,
         "print_rank_last",
-        "prints a log line that fits a terminal",
+        "ours prints a log line that fits a terminal",
         step_log.short_lines,
     ),
     Hook(
         _TRAINING,
         "evaluate",
-        "averages over tokens that count, also with --sft",
+        "ours averages over tokens that count, also with --sft",
         evaluation.mean_over_tokens,
     ),
     Hook(
         _TRAINING,
         "evaluate_and_print_results",
-        "saves first, and evaluates a whole validation set with --full-validation",
+        "ours saves first, and evaluates a whole validation set with --full-validation",
         evaluation.save_then_evaluate,
     ),
-    Hook(_TRAINING, "train", "notes what saving first needs", evaluation.during_training),
+    Hook(_TRAINING, "train", "ours notes what saving first needs", evaluation.during_training),
     Hook(
         _TRAINING,
         "save_checkpoint_and_time",
-        "saves no iteration again that was saved before its evaluation",
+        "ours saves no iteration again that was saved before its evaluation",
         evaluation.save_once,
     ),
     Hook(
+        _TRAINING,
+        "get_tensorboard_writer",
+        "ours names the losses of a test set as such on boards, where theirs names them as a "
+        "validation's",
+        evaluation.naming_tests,
+    ),
+    Hook(_TRAINING, "get_wandb_writer", "ours does the same", evaluation.naming_tests),
+    Hook(
         "megatron.training.ft_integration",
         "on_eval_step_end",
-        "tells the progress of an evaluation, and ends it at a signal",
+        "ours tells the progress of an evaluation, and ends it at a signal",
         evaluation.between_batches,
     ),
     Hook(
         _TRAINING,
         "cyclic_iter",
-        "leaves our iterators as they are, which are endless and know their ticks",
+        "ours leaves our iterators as they are, which are endless and know their ticks",
         megatron_hooks.unless_endless,
     ),
     Hook(
         _TRAINING,
         "setup_model_and_optimizer",
-        "tries all that flags name before the model is built, and locks --save",
+        "ours tries all that flags name before the model is built, and locks --save",
         megatron_hooks.after_preflight,
     ),
     Hook(
         _CHECKPOINTING,
         "check_checkpoint_args",
-        "goes on in the data where the checkpoint's run ended",
+        "ours goes on in the data where the checkpoint's run ended",
         megatron_hooks.go_on_in_data,
     ),
     Hook(
         _TRAINING,
         "save_checkpoint",
-        "keeps the tokenizer beside checkpoints, and says why one cannot be saved",
+        "ours keeps the tokenizer beside checkpoints, and says why one cannot be saved",
         megatron_checkpoints.explain_saving,
     ),
     Hook(
         _TRAINING,
         "load_checkpoint",
-        "says what is wrong with a checkpoint that cannot be loaded",
+        "ours says what is wrong with a checkpoint that cannot be loaded",
         megatron_checkpoints.explain_loading,
     ),
     Hook(
         _CHECKPOINTING,
         "open_file",
-        "replaces the tracker file when the new one is whole",
+        "ours replaces the tracker file when the new one is whole",
         megatron_checkpoints.whole_tracker,
         until=(0, 19),
     ),
     Hook(
         _CHECKPOINTING,
         "maybe_msc",
-        "the same: from 0.19 on it opens files",
+        "ours does the same: from 0.19 on files are opened by it",
         megatron_checkpoints.WholeTracker,
         since=(0, 19),
     ),
 )
-"""Megatron-LM's own loop, `megatron.training`; `make` is also given the `Run`."""
+"""Megatron-LM's own loop, `megatron.training`; `make` is also given the `LoopRun`."""
 
 MENDS = (
     Hook(
         _LATENT,
         "_prepare_mla_core_attention_value",
-        "fills values of packed documents up to the size of keys, whatever core attention takes",
+        "theirs fills values of packed documents up to the size of keys, whatever core attention "
+        "takes",
         mcore_fixes.values_of_any_size,
         since=(0, 18),
         defect=f"{_CORE}/transformer/multi_latent_attention.py",
@@ -266,7 +279,7 @@ MENDS = (
     Hook(
         "megatron.core.tensor_parallel.random",
         "CheckpointWithoutOutput.__init__",
-        "takes fp8=False for fp8, which needs Transformer Engine",
+        "theirs takes fp8=False for fp8, which needs Transformer Engine",
         mcore_fixes.recompute_without_fp8,
         defect=f"{_CORE}/tensor_parallel/random.py (self.fp8 = fp8 is not None)",
         when=lambda: not mcore_fixes.has_transformer_engine(),
@@ -274,7 +287,7 @@ MENDS = (
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "writes into a leaf that needs gradients, and misses the `step` of torch's Adam",
+        "theirs writes into a leaf that needs gradients, and misses the `step` of torch's Adam",
         mcore_fixes.set_states_of_torch_adam,
         defect=f"{_CORE}/optimizer/distrib_optimizer.py",
         when=lambda: not mcore_fixes.has_apex_or_engine(),
@@ -282,15 +295,15 @@ MENDS = (
     Hook(
         "megatron.core.optimizer.optimizer",
         "MegatronOptimizer.__init__",
-        "asserts a state that torch's Adam makes in its first step, loads one `step` for all its "
-        "parameters, and has no function that fills the state of SGD",
+        "theirs asserts a state that torch's Adam makes in its first step, loads one `step` for "
+        "all its parameters, and has no function that fills the state of SGD",
         mcore_fixes.with_whole_state,
         defect=f"{_CORE}/optimizer/__init__.py (init_state_fn)",
     ),
     Hook(
         "megatron.core.datasets.utils",
         "compile_helpers",
-        "calls make where the wheel has no Makefile, and ends the first rank",
+        "theirs calls make where the wheel has no Makefile, and ends the first rank",
         mcore_fixes.keep_compiled_helpers,
         defect=f"{_CORE}/datasets/utils.py",
         when=lambda: not mcore_fixes.has_makefile_of_helpers(),
@@ -298,14 +311,14 @@ MENDS = (
     Hook(
         "torch.distributed.checkpoint.filesystem",
         "pickle",
-        "runs code that a checkpoint's index names",
+        "theirs runs code that a checkpoint's index names",
         checkpoint_data.index_read_as_data,
         defect=f"{_TORCH}/filesystem.py (read_metadata)",
     ),
     Hook(
         "torch.distributed.checkpoint.default_planner",
         "DefaultLoadPlanner.load_bytes",
-        "runs code that an object in a checkpoint names",
+        "theirs runs code that an object in a checkpoint names",
         checkpoint_data.objects_read_as_data,
         defect=f"{_TORCH}/default_planner.py (weights_only=False)",
     ),
@@ -316,13 +329,13 @@ SAVING = (
     Hook(
         _FILES,
         "get_write_results_queue",
-        "starts a process, which takes memory and outlives a rank that is killed",
+        "theirs starts a process, which takes memory and outlives a rank that is killed",
         lambda _: queue.Queue,
     ),
     Hook(
         _FILES,
         "FileSystemWriterAsync.write_preloaded_data_multithread",
-        "only logs what fails",
+        "theirs only logs what fails",
         mcore_fixes.write_files,
     ),
 )
@@ -332,33 +345,39 @@ CPU = (
     Hook(
         "megatron.*",
         "torch",
-        "makes tensors and streams on the GPU",
+        "theirs makes tensors and streams on the GPU",
         lambda theirs: cpu.TORCH_ON_CPU if theirs is torch else theirs,
         when=cpu.without_cuda,
     ),
     Hook(
-        "torch", "Tensor.type", "names types of the GPU", cpu.type_of_a_gpu, when=cpu.without_cuda
+        "torch",
+        "Tensor.type",
+        "theirs names types of the GPU",
+        cpu.type_of_a_gpu,
+        when=cpu.without_cuda,
     ),
-    Hook("torch", "Tensor.cuda", "moves to the GPU", cpu.stay_on_cpu, when=cpu.without_cuda),
-    Hook("torch", "nn.Module.cuda", "moves to the GPU", cpu.stay_on_cpu, when=cpu.without_cuda),
+    Hook("torch", "Tensor.cuda", "theirs moves to the GPU", cpu.stay_on_cpu, when=cpu.without_cuda),
+    Hook(
+        "torch", "nn.Module.cuda", "theirs moves to the GPU", cpu.stay_on_cpu, when=cpu.without_cuda
+    ),
     Hook(
         "megatron.core.transformer.moe.token_dispatcher",
         "all_to_all",
-        "gives sizes as tensors, which are on the CPU as they are",
+        "theirs gives sizes as tensors, which are on the CPU as they are",
         cpu.exchange_by_numbers,
         when=cpu.without_cuda,
     ),
     Hook(
         "megatron.core.tensor_parallel.random",
         "_get_cuda_rng_state",
-        "reads the GPU's random state",
+        "theirs reads the GPU's random state",
         cpu.get_random_state,
         when=cpu.without_cuda,
     ),
     Hook(
         "megatron.core.tensor_parallel.random",
         "_set_cuda_rng_state",
-        "sets the GPU's random state",
+        "theirs sets the GPU's random state",
         cpu.set_random_state,
         when=cpu.without_cuda,
     ),
@@ -368,7 +387,7 @@ CPU = (
 ALLOW_NO_CUDA = Hook(
     _TRAINING,
     "initialize_megatron",
-    "refuses to start without CUDA",
+    "theirs refuses to start without CUDA",
     cpu.initialize_without_cuda,
     when=cpu.without_cuda,
 )
@@ -379,7 +398,7 @@ CPU_LOOP = (
     Hook(
         "megatron.training.*",
         "set_jit_fusion_options",
-        "warms up fused kernels on the GPU",
+        "theirs warms up fused kernels on the GPU",
         lambda _: cpu.nothing,
         when=cpu.without_cuda,
     ),
@@ -389,7 +408,7 @@ CPU_LOOP = (
 CHECKED = Hook(
     "megatron.training.*",
     "validate_args",
-    "checks once more when it starts, and fails on what the first check derived or removed",
+    "theirs checks once more when it starts, and fails on what the first check derived or removed",
     lambda _: cpu.nothing,
     until=(0, 18),
 )
@@ -416,10 +435,28 @@ INSTANCES = {
     f"{_ROUTER}._apply_aux_loss": "the same",
     f"{_ROUTER}._apply_seq_aux_loss": "the same",
 }
-"""What is replaced on our own model, by class and attribute (`megatron_patches.model.gpt`).
+"""Functions and parts that are replaced on our own model, by class and attribute
+(`megatron_patches.model.gpt`).
 
 Besides, norms of local layers are ours, by the spec: theirs refuse sequence parallelism.
 """
+
+SETTINGS = {
+    "megatron.core.transformer.attention:Attention.checkpoint_core_attention": "False: core "
+    "attention keeps inputs and outputs alone, so recomputing it gains nothing",
+    "megatron.core.extensions.transformer_engine:TELinear.is_first_microbatch": "False, as in its "
+    "other layers: the first backward pass need not be of the first forward pass, so each adds to "
+    "gradients",
+    "torch.nn:Parameter.average_gradients_across_tp_domain": "True for norms of queries' latents: "
+    "each tensor-parallel rank has the whole gradient",
+    f"{_ROUTER}.tp_cp_group": "the ranks that share a micro-batch, while its loss is counted",
+    "megatron.core.transformer:TransformerConfig.window_size": "None with a dense mask, which "
+    "Megatron drops where it is given a window",
+    "megatron.core.transformer:TransformerConfig.deallocate_pipeline_outputs": "False without a "
+    "GPU: gloo may read an output after its send was issued",
+}
+"""Values that are set on our own model and its configuration, by class and attribute
+(`megatron_patches.model` and `megatron_lm.build_stage`)."""
 
 
 def adapt_megatron_core(async_save: bool = False) -> None:
@@ -439,7 +476,7 @@ def adapt_megatron_core(async_save: bool = False) -> None:
     apply(CPU)
 
 
-def adapt_megatron_loop(run: megatron_hooks.Run, async_save: bool) -> None:
+def adapt_megatron_loop(run: LoopRun, async_save: bool) -> None:
     """Makes Megatron-LM's own loop run ours. Called when its flags are parsed.
 
     Args:

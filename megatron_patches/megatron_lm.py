@@ -33,8 +33,8 @@ from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.numbers import refuse_what_cannot_be_read
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.failure_report import ending_the_job_on_failure
-from megatron_patches.loop.megatron_hooks import (
-    Run,
+from megatron_patches.loop.run import (
+    LoopRun,
     arguments_with_vocabulary,
     asks_for_distca,
     refuse_a_file_of_flags,
@@ -42,6 +42,7 @@ from megatron_patches.loop.megatron_hooks import (
 )
 from megatron_patches.model.gpt import build_model, core_attention_kind
 from megatron_patches.pipeline.data_iterators import DataIterators
+from megatron_patches.versions import FIRST, LAST, script_parses
 
 # Arguments of Megatron-LM's loop when the data iterators are ours.
 OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
@@ -55,7 +56,7 @@ def pretrain(environment: Mapping[str, str]) -> None:
     """
     from megatron.training import pretrain as megatron_pretrain
 
-    def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    def add(parser: ArgumentParser) -> ArgumentParser:
         # Megatron-LM's message follows the usage, hundreds of lines, on every rank.
         parser.error = functools.partial(  # type: ignore[method-assign]
             refuse_in_a_line, parser, environment
@@ -66,11 +67,11 @@ def pretrain(environment: Mapping[str, str]) -> None:
         refuse_a_file_of_flags(args.yaml_cfg, environment)
         hooks.adapt_megatron_loop(run, args.async_save)
 
-    run = Run(environment, add_arguments, parsed)
+    run = LoopRun(environment, add, parsed)
     hooks.apply((hooks.ADD_FLAGS,), run)
     given: dict[str, Any] = {}
     with ending_the_job_on_failure(environment, run.end_if_late):
-        if _script_parses(megatron_pretrain):
+        if script_parses(megatron_pretrain):
             given["cfg_container"] = _parsed_configuration()
         else:
             hooks.apply((hooks.ALLOW_NO_CUDA,))
@@ -83,11 +84,6 @@ def pretrain(environment: Mapping[str, str]) -> None:
                 forward_step_func=forward_step,
                 **given,
             )
-
-
-def _script_parses(megatron_pretrain: Callable[..., None]) -> bool:
-    """Returns whether the script parses the command line, not `pretrain`: so from 0.18 on."""
-    return "cfg_container" in inspect.signature(megatron_pretrain).parameters
 
 
 def _parsed_configuration() -> Any:
@@ -132,7 +128,7 @@ def with_distca(
     if missing:
         raise ValueError(
             f"pretrain() has no parameter {', '.join(missing)}: this Megatron-LM is not supported, "
-            "use core_v0.17 to core_v0.19"
+            f"use core_v{FIRST} to core_v{LAST}"
         )
     add = add_arguments if documents is None else _adding(name_of(documents))
 
@@ -144,14 +140,14 @@ def with_distca(
         elif whole:
             hooks.ADD_FLAGS.undo()
 
-    run = Run(environment, add, parsed)
+    run = LoopRun(environment, add, parsed)
     hooks.apply((hooks.ADD_FLAGS,), run)
-    script_parses = _script_parses(megatron_pretrain)
+    parsed_before = script_parses(megatron_pretrain)
 
     @functools.wraps(megatron_pretrain)
     def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
         if not asks_for_distca():
-            if script_parses:
+            if parsed_before:
                 hooks.ADD_FLAGS.undo()
             megatron_pretrain(*args, **kwargs)
             return
@@ -161,7 +157,7 @@ def with_distca(
         given["train_valid_test_dataset_provider"] = providers.data_iterators
         given["model_provider"] = providers.model
         given["forward_step_func"] = forward_step
-        if script_parses:
+        if parsed_before:
             _check_parsed_with_our_flags()
             # A configuration of the model would win over the provider.
             given["cfg_container"] = replace(given["cfg_container"], model=None)
@@ -267,7 +263,7 @@ class Providers:
         run: run of the loop.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoopRun) -> None:
         self._run = run
         self._built: list[DataIterators] = []
         self.data_iterators = self._data_iterators_provider()

@@ -26,7 +26,7 @@ from megatron_patches.loop.checkpoint_folder import (
 )
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
-from megatron_patches.loop.megatron_hooks import checked
+from megatron_patches.loop.run import checked
 from megatron_patches.megatron_lm import add_our_arguments, build_stage
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 from megatron_patches.versions import INITIALIZING_CHECKS

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculators
 
-from megatron_patches.versions import newer_flag
+from megatron_patches.versions import BATCHES_RAMP_UP, newer_flag
 
 EVAL_INTERVAL = 1000
 """Iterations between evaluations, unless `--eval-interval` is given."""
@@ -111,7 +111,7 @@ class BatchSizes:
         flag = "--rampup-batch-size" if self.steps is None else "--step-batch-size-schedule"
         if self.rampup is not None:
             sizes = _rampup_sizes(self.rampup, self.global_batch_size)
-            if not hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator"):
+            if not BATCHES_RAMP_UP:
                 raise ValueError(
                     f"{flag} went with megatron-core 0.18: give --step-batch-size-schedule "
                     f"'{_as_steps(sizes, self.seq_length)}' (tokens:size) instead of it and of "

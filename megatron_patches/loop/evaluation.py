@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import inspect
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +35,7 @@ class Evaluation:
         consumed: training samples consumed before it trained.
         saved: iteration that was saved before its evaluation; None: none was.
         latest: iteration that was saved last; None: this run saved none.
+        tests: whether the test set is evaluated now.
         place: iteration and data of the evaluation that runs, as Megatron-LM names them.
         batches: batches of the evaluation that runs.
         done: batches of it that are done.
@@ -47,6 +46,7 @@ class Evaluation:
     consumed: int = 0
     saved: int | None = None
     latest: int | None = None
+    tests: bool = False
     place: str = ""
     batches: int = 0
     done: int = 0
@@ -158,29 +158,28 @@ def save_then_evaluate(theirs: Callable[..., Any], run: Evaluating) -> Callable[
             args.consumed_valid_samples = before
         run.evaluation.place = prefix
         if not _has_signal(args):
-            with _renaming_on_boards() if "test set" in prefix else contextlib.nullcontext():
+            run.evaluation.tests = "test set" in prefix
+            try:
                 theirs(prefix, forward_step, iterators, model, iteration, *more, **named)
+            finally:
+                run.evaluation.tests = False
         args.consumed_valid_samples = after
 
     return evaluate_and_print_results
 
 
-@contextlib.contextmanager
-def _renaming_on_boards() -> Iterator[None]:
-    """Lets writers for boards log a test where Megatron-LM logs a validation.
+def naming_tests(theirs: Callable[[], Any], run: Evaluating) -> Callable[[], Any]:
+    """Returns a writer that logs a test where Megatron-LM logs a validation, during a test.
 
     It gives both losses one name, where the test's would end the curve.
     """
-    training = importlib.import_module("megatron.training.training")
-    names = ("get_tensorboard_writer", "get_wandb_writer")
-    theirs = {name: getattr(training, name) for name in names}
-    for name, get in theirs.items():
-        setattr(training, name, functools.partial(_TestWriter.of, get))
-    try:
-        yield
-    finally:
-        for name, get in theirs.items():
-            setattr(training, name, get)
+
+    @functools.wraps(theirs)
+    def get_writer() -> Any:
+        writer = theirs()
+        return writer if writer is None or not run.evaluation.tests else _TestWriter(writer)
+
+    return get_writer
 
 
 class _TestWriter:
@@ -193,12 +192,6 @@ class _TestWriter:
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
-
-    @classmethod
-    def of(cls, get: Callable[[], Any]) -> _TestWriter | None:
-        """Wraps the writer that a function returns, if any."""
-        writer = get()
-        return None if writer is None else cls(writer)
 
     def add_scalar(self, name: str, *values: Any, **named: Any) -> None:
         """Adds a figure to TensorBoard."""

@@ -29,6 +29,7 @@ from megatron_patches.loop.finite import ending_unless_finite
 from megatron_patches.model.core_attention import PackedCoreAttention
 from megatron_patches.pipeline.data_iterators import unwrap
 from megatron_patches.pipeline.progress import Progress
+from megatron_patches.versions import counts_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +191,7 @@ def _utilization(
     """
     from megatron.training.training import num_floating_point_operations as operations
 
-    # Up to 0.18 it takes a batch for one document a sample.
-    if "seqlen_squared_sum_in_batch" not in inspect.signature(operations).parameters:
+    if not counts_pairs(operations):
         return {}
     # It counts half of a square, for causal masks.
     squares = 2e6 * pairs / args.micro_batch_size

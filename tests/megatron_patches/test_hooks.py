@@ -102,10 +102,18 @@ def test_each_row_of_the_table_is_there_in_the_installed_version() -> None:
             for owner, leaf in hook.places():
                 assert hasattr(owner, leaf), (hook.module, hook.name)
         assert hook.until is None or hook.since < hook.until
-        assert hook.why
+        assert hook.why.startswith(("ours ", "theirs ")), hook
     for hook in hooks.MENDS:
         assert hook.defect is not None
         assert hook.defect.startswith("https://github.com/")
+
+
+def test_settings_of_our_model_are_set() -> None:
+    from megatron_patches import hooks
+
+    code = "".join(file.read_text() for file in (ROOT / "megatron_patches").rglob("*.py"))
+    for name in hooks.SETTINGS:
+        assert f".{name.rsplit('.', 1)[1]} = " in code
 
 
 def test_rows_are_applied_once_and_undone(monkeypatch) -> None:

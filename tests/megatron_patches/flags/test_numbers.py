@@ -17,7 +17,7 @@ import pytest
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.followed import what_becomes_of
 from megatron_patches.flags.numbers import RANGES, Range, check_numbers, ranges
-from megatron_patches.loop.megatron_hooks import checked
+from megatron_patches.loop.run import checked
 from megatron_patches.parts import build_parser
 from support.arguments import GOOD
 from support.pretraining import run
