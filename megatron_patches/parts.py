@@ -144,8 +144,8 @@ def load_weights(model: Any, args: Namespace, folder: Path) -> None:
 
 
 @dataclass
-class Run:
-    """A run whose model is built.
+class BuiltModel:
+    """The built model of a run, and what trains it.
 
     Attributes:
         args: Megatron-LM's arguments.
@@ -218,7 +218,7 @@ def build_model(args: Namespace) -> Any:
     return build_stage(DistcaConfig.from_args(args))
 
 
-def build_run(args: Namespace) -> Run:
+def build_run(args: Namespace) -> BuiltModel:
     """Builds this rank's model and optimizer, and loads `--load`. Collective.
 
     Args:
@@ -235,7 +235,7 @@ def build_run(args: Namespace) -> Run:
             model_provider_func=functools.partial(build_stage, DistcaConfig.from_args(args)),
             checkpointing_context={},
         )
-    run = Run(args, *made)
+    run = BuiltModel(args, *made)
     # As `train()` sets them.
     config, model = run.config, run.model
     config.grad_scale_func = run.optimizer.scale_loss

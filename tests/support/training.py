@@ -21,7 +21,7 @@ initialize = parts.initialize
 
 
 @dataclass
-class Run(parts.Run):
+class Run(parts.BuiltModel):
     """A run with its data.
 
     Attributes:
