@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,19 +170,25 @@ def main(argv: Sequence[str]) -> int:
         raise ImportError(f"{error}: pip install 'distca[serve]'") from error
     if launched:
         return _serve(args, model, config)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
     sys.stderr.write(
         f"distca prefill: {config.world_size} ranks; vLLM reaches them at {_address(args)}\n"
     )
-    torchrun(
-        [
-            "--standalone",
-            *("--nproc-per-node", str(config.world_size)),
-            *("--max-restarts", str(args.max_restarts)),
-            *("-m", "distca", "prefill", *argv),
-        ]
-    )
+    try:
+        torchrun(
+            [
+                "--standalone",
+                *("--nproc-per-node", str(config.world_size)),
+                *("--max-restarts", str(args.max_restarts)),
+                *("-m", "distca", "prefill", *argv),
+            ]
+        )
+    except SignalException as error:
+        # torchrun takes signals itself, and has ended the ranks by now.
+        sys.stderr.write(f"distca prefill: ended by signal {error.sigval}\n")
+        return 128 + int(error.sigval)
     return 0
 
 
@@ -242,6 +249,8 @@ def _serve(args: argparse.Namespace, model: Any, config: Any) -> int:
     from distca.prefill.messages import Welcome
     from distca.prefill.ranks import PrefillRank
 
+    # Nothing is left to clean up, and whoever starts the ranks anew should not wait.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.basicConfig(format="distca prefill: %(message)s", level=logging.INFO)
     rank = PrefillRank(config, args.max_num_batched_tokens, args.lease)
     if dist.get_rank() == 0:

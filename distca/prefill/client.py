@@ -76,6 +76,11 @@ class PrefillClient:
         head_dim: numbers of a head.
         dtype: dtype of keys and values.
         on_rows: function that is given rows.
+
+    Attributes:
+        welcome: what the prefill ranks have said of themselves; None: nobody has answered.
+        refused: why they cannot work for this engine; None: they have not said so.
+        state: what they have said last of their work.
     """
 
     def __init__(
@@ -86,7 +91,7 @@ class PrefillClient:
         context: zmq.Context = zmq.Context.instance()
         self._inbox: zmq.Socket = context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
-        host = _own_host(address)
+        host = own_host(address)
         port = self._inbox.bind_to_random_port(f"tcp://{host}")
         self._hello = _with_inbox(hello, f"tcp://{host}:{port}")
         self._front: zmq.Socket = context.socket(zmq.DEALER)
@@ -102,6 +107,7 @@ class PrefillClient:
         # Prompts whose end was told before the ranks confirmed it.
         self._told: set[Transfer] = set()
         self._heard = self._beat_due = 0.0
+        self.state = Pong()
         self.refused: str | None = None
         self.welcome: Welcome | None = None
 
@@ -218,7 +224,9 @@ class PrefillClient:
             if self.refused != message.reason:
                 logger.error("the prefill ranks refuse this engine: %s", message.reason)
             self.refused = message.reason
-        elif not isinstance(message, Pong):
+        elif isinstance(message, Pong):
+            self.state = message
+        else:
             # They have started again, and know nothing of what was under way.
             self._lose("the prefill ranks have started again")
             self.welcome, self._beat_due = None, 0.0
@@ -280,7 +288,7 @@ def _with_inbox(hello: Hello, inbox: str) -> Hello:
     return Hello(**{**values, "inbox": inbox})
 
 
-def _own_host(address: str) -> str:
+def own_host(address: str) -> str:
     """Address of this machine, as the machine at an address sees it."""
     place = urlsplit(address)
     if place.scheme != "tcp" or not place.hostname or not place.port:

@@ -73,6 +73,9 @@ class Front:
         facts: what engines must agree on.
         welcome: what engines are told; its instance is filled in here.
 
+    Attributes:
+        state: what engines are told of the ranks.
+
     Raises:
         ValueError: nobody can listen there.
     """
@@ -93,6 +96,7 @@ class Front:
         self._keys: dict[int, _Key] = {}
         self._next = 0
         self._messages: list[Join | Told] = []
+        self.state = Pong()
         self._beat_due = 0.0
 
     @property
@@ -165,7 +169,7 @@ class Front:
         elif identity not in self._peers:
             self._say(identity, Unknown())
         elif isinstance(message, Ping):
-            self._say(identity, Pong())
+            self._say(identity, self.state)
         elif isinstance(message, Prefill):
             self._ask(identity, message)
         else:

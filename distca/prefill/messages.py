@@ -108,7 +108,27 @@ class Unknown(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """The prefill ranks work."""
+    """The prefill ranks work.
+
+    Attributes:
+        waiting: prompts that wait.
+        running: prompts that are computed.
+        held: prompts that are computed, and not received whole.
+        received: prompts that were received whole, since the ranks started.
+        ended: prompts that ended before, since then.
+        tokens: tokens whose rows were received, since then.
+        computed: tokens that were fed to the model, since then.
+        blocks: blocks of all ranks that prompts hold.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    held: int = 0
+    received: int = 0
+    ended: int = 0
+    tokens: int = 0
+    computed: int = 0
+    blocks: int = 0
 
 
 # From a prefill rank to the inbox of an engine's process.

@@ -25,13 +25,14 @@ from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 from distca.plan.span import Int64s
 from distca.prefill.front import Front
-from distca.prefill.messages import Agreed, Join, Prefill, Receiving, Rows, event_of
+from distca.prefill.messages import Agreed, Join, Pong, Prefill, Receiving, Rows, event_of
 from distca.schedule.serving.cdsp import Sender, send
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
 
 logger = logging.getLogger(__name__)
 
+_SECONDS_A_REPORT = 10.0
 _SECONDS_IDLE = 0.5
 """Seconds after which the first rank says that nothing has come: others wait for it meanwhile."""
 
@@ -121,7 +122,7 @@ class PrefillRank:
         self._inboxes: dict[str, zmq.Socket] = {}
         # End of what the iteration under way feeds, by prompt.
         self._feeding: dict[int, int] = {}
-        self._idle = False
+        self._idle, self._report_due = False, 0.0
         self._agreed = decoder(Agreed)
         self.counts = PrefillCounts()
 
@@ -129,6 +130,21 @@ class PrefillRank:
     def capacity(self) -> int:
         """Most tokens of a prompt."""
         return min(self._engine.scheduler.capacity, self._config.positions)
+
+    @property
+    def state(self) -> Pong:
+        """What engines are told of the ranks."""
+        scheduler, cache, counts = self._engine.scheduler, self._engine.cache, self.counts
+        return Pong(
+            scheduler.waiting,
+            scheduler.running,
+            scheduler.held,
+            counts.prompts,
+            counts.ended,
+            counts.tokens,
+            counts.computed,
+            sum(map(cache.referenced, range(self._config.world_size))),
+        )
 
     @property
     def engine(self) -> Engine:
@@ -152,6 +168,8 @@ class PrefillRank:
             Whether an iteration has run.
         """
         self._take(self._agree())
+        if self._front is not None:
+            self._front.state = self.state
         begun = self._engine.schedule()
         if begun is not None:
             self._run(begun)
@@ -290,17 +308,31 @@ class PrefillRank:
         self._engine.abort(number)
         if reason:
             self.counts.ended += 1
-            logger.info("a prompt has ended: %s", reason)
+            logger.debug("a prompt has ended: %s", reason)
         else:
             self.counts.prompts += 1
             self.counts.tokens += len(prompt.prefill.tokens) - prompt.prefill.start
         if self._front is not None:
             self._front.forget(number)
+            self._report()
         # An engine that is gone leaves no queue behind.
         used = {each.inbox for other in self._prompts.values() for each in other.receiving}
         for address in {each.inbox for each in prompt.receiving} - used if reason else ():
             if address in self._inboxes:
                 self._inboxes.pop(address).close(linger=0)
+
+    def _report(self) -> None:
+        """Logs what was done, every few seconds in which something was."""
+        now = time.monotonic()
+        if now >= self._report_due:
+            self._report_due = now + _SECONDS_A_REPORT
+            state = self.state
+            logger.info(
+                "%d prompts were received, %d have ended before; %s tokens were received, %s "
+                "computed; now %d wait, %d run, %d are held",
+                *(state.received, state.ended, f"{state.tokens:,}", f"{state.computed:,}"),
+                *(state.waiting, state.running, state.held),
+            )
 
     def _inbox_of(self, address: str) -> zmq.Socket:
         if address not in self._inboxes:

@@ -29,7 +29,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
 from distca.plan.span import Int64s
-from distca.prefill.client import PrefillClient
+from distca.prefill.client import PrefillClient, own_host
 from distca.prefill.facts import model_facts
 from distca.prefill.messages import Hello
 from distca.schedule.serving.cdsp.handoff import Transfer
@@ -100,7 +100,7 @@ class DistCAConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _check(vllm_config)
+        check(vllm_config)
         address = _extra(vllm_config, "distca_address", None)
         scheduler = role == KVConnectorRole.SCHEDULER
         self._asks = _Asks(vllm_config, address) if scheduler else None
@@ -195,8 +195,6 @@ class _Asks:
 
     def __init__(self, config: VllmConfig, address: str) -> None:
         self._least = int(_extra(config, "distca_min_tokens", MIN_TOKENS))
-        if self._least < 1:
-            raise ValueError(f"distca_min_tokens {self._least}: give at least 1")
         name = f"{config.kv_transfer_config.engine_id}, scheduler"
         # It asks for nothing, but knows whether the ranks work.
         hello = Hello(_facts(config), name)
@@ -378,15 +376,24 @@ def _facts(config: VllmConfig) -> dict[str, str]:
     return model_facts(model.hf_text_config, model.model, dtype)
 
 
-def _check(config: VllmConfig) -> None:
-    """Refuses, before vLLM loads anything, what cannot work."""
+def check(config: VllmConfig) -> None:
+    """Refuses, before vLLM loads anything, what cannot work.
+
+    Raises:
+        ValueError: it cannot work; the message says what to change.
+    """
     transfer, model = config.kv_transfer_config, config.model_config
-    if not _extra(config, "distca_address", None):
+    address = _extra(config, "distca_address", None)
+    if not address:
         raise ValueError(
             "DistCAConnector needs to know where `distca prefill` listens: add "
             '"kv_connector_extra_config": {"distca_address": "tcp://HOST:PORT"} to '
             "--kv-transfer-config"
         )
+    own_host(address)
+    least = _extra(config, "distca_min_tokens", MIN_TOKENS)
+    if not isinstance(least, int) or least < 1:
+        raise ValueError(f"distca_min_tokens {least}: give at least 1")
     if transfer.kv_load_failure_policy != "recompute":
         raise ValueError(
             'DistCAConnector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,17 @@ import torch
 
 from distca.prefill.client import HandshakeError
 from distca.schedule.serving.cdsp.handoff import Transfer
-from support.prefills import CHUNK, Reader, in_background, prefill_on_a_rank, reference
+from support.prefills import (
+    CHUNK,
+    Reader,
+    free_address,
+    in_background,
+    prefill_on_a_rank,
+    prompt,
+    reference,
+)
 from support.ranks import Ranks
-from support.small_models import VOCABULARY, save_small_model
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, VOCABULARY, (tokens,), generator=generator).tolist()
+from support.small_models import save_small_model
 
 
 def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: int = 0) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from distca.prefill.front import Front
 from distca.prefill.messages import Hello, Welcome
 from distca.prefill.ranks import PrefillCounts, PrefillRank
 from distca.schedule.serving.cdsp.handoff import Transfer
+from support.small_models import VOCABULARY
 
 CHUNK = 40
 LEASE = 5.0
@@ -101,6 +104,11 @@ class Reader:
         """Reads what has come."""
         self.note(self.client.poll(seconds))
 
+    def is_ready_after(self, instance: str) -> bool:
+        """Whether other ranks than those of a run are there."""
+        welcome = self.client.welcome
+        return self.client.ready and welcome is not None and welcome.instance != instance
+
     def note(self, ended: Sequence[Ended]) -> None:
         for each in ended:
             assert each.transfer not in self.ended, "a prompt ended twice"
@@ -108,8 +116,6 @@ class Reader:
 
     def until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
         """Reads what comes until something holds."""
-        import time
-
         due = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < due, "nothing more comes"
@@ -124,6 +130,19 @@ class Reader:
         for memory, rows in zip(self.rows[transfer], (k, v), strict=True):
             memory[layer, index] = rows
         self.written[transfer][layer, index] += 1
+
+
+def free_address() -> str:
+    """An address of this machine at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Tokens of a prompt; those of one seed begin alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (tokens,), generator=generator).tolist()
 
 
 def reference(folder: Path, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,144 @@
+"""Storms on `distca prefill`: aborts, killed and stopped ranks. Nothing is wrong, lost or left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.schedule.serving.cdsp.handoff import Transfer
+from support.prefills import Reader, free_address, prompt, reference
+from support.small_models import save_small_model
+
+ROOT = Path(__file__).parents[2]
+LEASE = 4.0
+
+
+@contextmanager
+def prefill_command(folder: Path, address: str, *flags: str) -> Iterator[subprocess.Popen]:
+    """`distca prefill` with two ranks, in processes of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [
+        *(sys.executable, "-m", "distca", "prefill", str(folder)),
+        *("--context-parallel-size", "2", "--port", address.rsplit(":", 1)[1]),
+        *("--lease", str(LEASE), "--step-timeout", "20", "--kv-cache-memory-bytes", "2000000"),
+        *("--max-num-batched-tokens", "64", "--max-num-seqs", "8", *flags),
+    ]
+    with (
+        (folder / "prefill.log").open("w") as log,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=log
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Processes of the ranks."""
+    found = []
+    for task in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return sorted(pid for pid in found if b"prefill" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_a_storm_of_aborts_and_dead_ranks(tmp_path: Path, full: bool) -> None:
+    """Two thirds of the prompts are cancelled at some moment. Ranks are killed and stopped in
+    between, and start again by themselves."""
+    folder, address = save_small_model("llama", tmp_path), free_address()
+    chance, count = random.Random(0), 1800 if full else 90
+    prompts = [prompt(n % 11, chance.randint(1, 200)) for n in range(count)]
+    expected: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+    faults = dict.fromkeys(range(count // 6, count, count // 12), signal.SIGKILL) if full else {}
+    faults |= {count // 6: signal.SIGKILL, count // 2: signal.SIGSTOP}
+    right, fault_of = 0, ""
+    with prefill_command(folder, address) as launcher:
+        reader = Reader(folder, address)
+        for number, tokens in enumerate(prompts):
+            if number % 5 == 0:
+                # After a fault: until those that have started again have said so.
+                reader.until(partial(reader.is_ready_after, fault_of), 240.0)
+            reader.begin(number, tokens, priority=number % 2)
+            if number in faults:
+                assert reader.client.welcome is not None
+                fault_of = reader.client.welcome.instance
+                os.kill(chance.choice(ranks_of(launcher)), faults[number])
+            for _ in range(chance.randint(0, 3)):
+                reader.poll(0.01)
+            if number % 3:
+                for earlier in range(max(number - 3, 0), number + 1):
+                    if earlier % 3:
+                        reader.client.cancel(Transfer(earlier))
+        reader.until(lambda: len(reader.ended) == count, 180.0)
+        # What is ended here is ended there, too, soon after.
+        due = time.monotonic() + 180
+        while reader.client.under_way or reader.client.state.blocks or not reader.client.ready:
+            assert time.monotonic() < due, reader.client.state
+            reader.poll(0.1)
+        reader.client.close()
+    assert not reader.late
+    for number, tokens in enumerate(prompts):
+        if reader.ended[Transfer(number)] == "":
+            right += 1
+            theirs = expected.setdefault(tuple(tokens), reference(folder, tokens))
+            for ours, whole in zip(reader.rows[Transfer(number)], theirs, strict=True):
+                torch.testing.assert_close(ours, whole, atol=2e-5, rtol=1e-5)
+    # The others were under way when ranks died, or were cancelled.
+    assert right >= count // 9
+
+
+def test_ranks_that_end_leave_nobody_waiting(tmp_path: Path) -> None:
+    folder, address = save_small_model("llama", tmp_path), free_address()
+    reader = Reader(folder, address)
+    # Nobody is there yet.
+    reader.begin(0, prompt(0, 40))
+    reader.poll()
+    assert reader.ended == {Transfer(0): "the prefill ranks are not there"}
+    with prefill_command(folder, address):
+        reader.until(lambda: reader.client.ready, 180.0)
+        reader.begin(1, prompt(1, 40))
+        reader.until(lambda: Transfer(1) in reader.ended)
+        assert reader.ended[Transfer(1)] == ""
+        reader.begin(2, prompt(1, 4000))
+    since = time.monotonic()
+    reader.until(lambda: Transfer(2) in reader.ended, 30.0)
+    assert time.monotonic() - since < 3 * LEASE
+    reader.until(lambda: not reader.client.ready, 30.0)
+    reader.client.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--port", "0"], "--port 0: give 1 to 65535"),
+        (["--lease", "0"], "--lease 0.0: give more than 0"),
+        (["--prefill-strategy", "sp-tp"], "--prefill-strategy sp-tp splits weights over processes"),
+        (["--kv-cache-memory-bytes", "100"], "--kv-cache-memory-bytes 100 is less than a block"),
+        (["--context-parallel-size", "0"], "--context-parallel-size 0: give at least 1"),
+        (["--max-num-seqs", "99999"], "raise --max-num-batched-tokens, or lower --max-num-seqs"),
+        (["--partition", "0.5,0.5"], "--partition 0.5,0.5 needs --prefill-strategy runahead"),
+    ],
+)
+def test_mistakes_are_a_line_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture, flags: list[str], line: str
+) -> None:
+    from distca.commands.main import main
+
+    folder = save_small_model("llama", tmp_path)
+    assert main(["prefill", str(folder), *flags]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert line in told[-1]
+    assert "distca prefill" in told[-1]

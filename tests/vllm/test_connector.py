@@ -1,0 +1,199 @@
+"""vLLM with prefill ranks answers as vLLM alone does, whatever becomes of the ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
+
+from distca.schedule.serving.cdsp.handoff import Transfer
+from support.byte_tokenizer import chat_tokenizer
+from support.prefills import Reader, free_address, prompt
+from support.small_models import save_small_model
+from support.vllm_server import MIN_TOKENS, Server, prefill, vllm_serve
+
+STRATEGIES = {
+    "pass-kv": ("--prefill-strategy", "pass-kv"),
+    "pass-q": ("--prefill-strategy", "pass-q"),
+    "auto": ("--context-parallel-threshold", "256"),
+    "runahead": ("--prefill-strategy", "runahead", "--partition", "0.6,0.4"),
+    "csps": ("--prefill-strategy", "csps", "--ranks-per-node", "1"),
+    "sp-ntp": ("--prefill-strategy", "sp-ntp"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`vllm serve` that stays up for all tests; prefill ranks come and go."""
+    folder = save_small_model(
+        "llama",
+        tmp_path_factory.mktemp("model"),
+        # vLLM's kernels have heads of 32 and more.
+        **{"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 8192},
+    )
+    chat_tokenizer().save_pretrained(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / "vllm.log"
+    with vllm_serve(folder, free_address(), port, log) as running:
+        yield running
+
+
+def requests(count: int, seed: int) -> list[dict[str, Any]]:
+    """Requests of all kinds: half share beginnings, some stream, some are chats, some are bound to
+    a form."""
+    chance, found = random.Random(seed), []
+    for number in range(count):
+        length = int(2 ** chance.uniform(0, 12.9))
+        tokens = prompt(number % 5 if number % 2 else 100 + number, length)
+        body: dict[str, Any] = {"model": "model", "max_tokens": 8, "temperature": 0, "seed": 0}
+        if number % 7 == 3:
+            text = "".join(chr(97 + token % 26) for token in tokens)
+            body |= {"route": "/v1/chat/completions"}
+            body |= {"messages": [{"role": "user", "content": text}]}
+        else:
+            body |= {"prompt": [token % 256 for token in tokens]}
+        if number % 11 == 5:
+            body |= {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}
+        found.append(body | {"stream": number % 3 == 0})
+    return found
+
+
+def tokens_received(server: Server) -> int:
+    """Tokens whose keys and values the ranks have handed over since they started."""
+    reader = Reader(server.folder, server.address, engine="test")
+    assert reader.client.connect(60.0)
+    due = time.monotonic() + 10
+    while not reader.client.state.received and time.monotonic() < due:
+        reader.poll(0.2)
+    reader.client.close()
+    return reader.client.state.tokens
+
+
+def ready(server: Server) -> None:
+    """Waits until vLLM knows that the ranks are there."""
+    reader = Reader(server.folder, server.address, engine="test")
+    assert reader.client.connect(180.0)
+    reader.begin(0, prompt(0, 10))
+    reader.until(lambda: Transfer(0) in reader.ended)
+    reader.client.close()
+    # It greets them a few times in a lease.
+    time.sleep(3)
+
+
+def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) -> None:
+    bodies = requests(500 if full else 48, 0)
+    server.reset()
+    # Nobody prefills: vLLM computes all.
+    expected = server.answers(bodies)
+    assert all(answer is not None for answer in expected)
+    assert len(set(expected)) > len(expected) // 3
+    longest = max(len(body.get("prompt", ())) for body in bodies)
+    assert longest > 2048
+    for name, flags in STRATEGIES.items() if full else list(STRATEGIES.items())[:3]:
+        with prefill(server.folder, server.address, server.folder / f"{name}.log", *flags):
+            ready(server)
+            server.reset()
+            assert server.answers(bodies) == expected, name
+            wanted = sum(
+                length for body in bodies if (length := len(body.get("prompt", ()))) > MIN_TOKENS
+            )
+            # Beginnings that vLLM has from an earlier prompt are not asked for.
+            assert tokens_received(server) > wanted // 3, name
+
+
+def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None:
+    count = 400 if full else 60
+    bodies = requests(count, 1)
+    server.reset()
+    expected = server.answers(bodies)
+    chance = random.Random(1)
+    stormy = [
+        body | ({"give_up": chance.uniform(0.05, 2.0)} if chance.random() < 0.3 else {})
+        for body in bodies
+    ]
+    answers: list[Any] = []
+    log = server.folder / "storm.log"
+    kills = 0
+    with prefill(server.folder, server.address, log, "--prefill-strategy", "pass-kv") as launcher:
+        ready(server)
+        server.reset()
+        work = threading.Thread(target=lambda: answers.extend(server.answers(stormy, 16)))
+        work.start()
+        while work.is_alive() and kills < (30 if full else 3):
+            time.sleep(chance.uniform(0.5, 6.0 if full else 3.0))
+            for pid in chance.sample(ranks := ranks_of(launcher), min(1, len(ranks))):
+                os.kill(pid, signal.SIGKILL)
+                kills += 1
+        work.join(600)
+        assert not work.is_alive(), "requests hang"
+        # The server never ended, and answers go on through the ranks once they are back.
+        ready(server)
+        server.reset()
+        again = [body for body in bodies if len(body.get("prompt", ())) > 2 * MIN_TOKENS][:4]
+        right = [answer for body, answer in zip(bodies, expected, strict=True) if body in again]
+        assert server.answers(again) == right
+        assert tokens_received(server) > 0
+    wrong = [
+        number
+        for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True))
+        if answer is not None and answer != wanted
+    ]
+    assert not wrong
+    assert kills
+    assert sum(answer is not None for answer in answers) >= count // 2
+    # No block is left: as many as before can be used at once.
+    assert server.answers(bodies, 64) == expected
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Processes of the ranks."""
+    found: list[int] = []
+    for task in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        found += map(int, task.read_text().split())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"distca_address": None}, 'add "kv_connector_extra_config"'),
+        ({"distca_address": "localhost:8300"}, "give an address as tcp://HOST:PORT"),
+        ({"distca_min_tokens": 0}, "distca_min_tokens 0: give at least 1"),
+        ({"policy": "fail"}, 'needs "kv_load_failure_policy": "recompute"'),
+        ({"pipeline": 2}, "leave --pipeline-parallel-size out"),
+        ({"mla": True}, "multi-latent attention"),
+    ],
+)
+def test_mistakes_are_a_line_before_the_model_is_loaded(changes: dict[str, Any], line: str) -> None:
+    from types import SimpleNamespace
+
+    from distca.prefill.client import own_host
+    from distca.vllm import connector
+
+    extra = {"distca_address": "tcp://127.0.0.1:1"} | {
+        name: value for name, value in changes.items() if name.startswith("distca")
+    }
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy=changes.get("policy", "recompute"),
+            get_from_extra_config=lambda name, default: extra.get(name, default),
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline", 1)),
+        model_config=SimpleNamespace(use_mla=changes.get("mla", False), model="a model"),
+    )
+    with pytest.raises(ValueError, match=line):
+        connector.check(config)
+    assert own_host("tcp://127.0.0.1:1") == "127.0.0.1"
