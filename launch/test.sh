@@ -4,6 +4,7 @@
 # launch/test.sh --megatron 0.18.2 runs the tests of training with that megatron-core, in an
 # environment of its own.
 # launch/test.sh --python 3.11 runs the tests of all that needs no Megatron with that Python.
+# launch/test.sh --vllm runs the tests of vLLM's connector, in an environment of its own (Python 3.11).
 # launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,7 +32,11 @@ case ${1:-} in
         version_of_python "${2:-}"
         launch/setup.sh python "$2"
         test_in ".venv-python-$2" tests/{plan,cost,documents,schedule,simulate,attention} \
-            tests/serve/test_exactness.py "${@:3}"
+            tests/serve/test_exactness.py tests/prefill "${@:3}"
+        ;;
+    --vllm)
+        launch/setup.sh vllm
+        test_in .venv-vllm tests/vllm "${@:2}"
         ;;
 esac
 launch/setup.sh checks

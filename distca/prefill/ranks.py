@@ -132,6 +132,11 @@ class PrefillRank:
         return min(self._engine.scheduler.capacity, self._config.positions)
 
     @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other ranks."""
+        return self._worker.bytes_sent
+
+    @property
     def state(self) -> Pong:
         """What engines are told of the ranks."""
         scheduler, cache, counts = self._engine.scheduler, self._engine.cache, self.counts

@@ -105,6 +105,7 @@ NOT_RUN = {
     r"distca simulate --serving .*": "takes a minute; test_serving_requests.py has a small trace",
     r"distca simulate --model deepseek-v3-like .*": "takes a minute; llama-8b is run",
     r"distca serve .*": "needs a model; test_server.py has a small one",
+    r"distca prefill .*": "needs a model; test_prefill_storm.py has a small one",
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",

@@ -36,8 +36,7 @@ sys.path.insert(0, str(DOCS))
 # Of commands that are not this repository's.
 FOREIGN_FLAGS = {
     *("--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"),
-    "--max-restarts",
-    "--no-build-isolation",
+    *("--no-build-isolation", "--kv-transfer-config", "--prefill-context-parallel-size"),
 }
 
 

@@ -288,6 +288,13 @@ def _check_torchrun(words: list[str], whole: bool) -> None:
     if "megatron_patches.pretrain" in words:
         module = words.index("megatron_patches.pretrain")
         words = [*words[: module - 1], "pretrain_gpt.py", *words[module + 1 :]]
+    if "distca" in words:
+        # As a module: what follows it is a command.
+        module = words.index("distca")
+        get_args_parser().parse_args(words[: module + 1])
+        run = importlib.import_module("distca.commands.main").main
+        parse_alone(lambda: run(words[module + 1 :]), whole=whole)
+        return
     # Of torchrun's options all take a value here. Dots may stand in the place of the script.
     place = next((n for n in range(0, len(words), 2) if words[n].endswith(".py")), 2)
     given = words[place].endswith(".py")
@@ -331,6 +338,8 @@ def _check_test_script(words: list[str]) -> None:
         parse_alone(lambda: run(words))
     elif words[:1] in (["--megatron"], ["--python"]):
         check_pytest(words[2:])
+    elif words[:1] == ["--vllm"]:
+        check_pytest(words[1:])
     else:
         check_pytest(words)
 

@@ -111,7 +111,7 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
                 found = await client.post(route, json=body)
                 found.raise_for_status()
                 (choice,) = found.json()["choices"]
-                return choice.get("text") or choice["message"]["content"]
+                return choice["text"] if "text" in choice else choice["message"]["content"]
             text = ""
             async with client.stream("POST", route, json=body) as lines:
                 async for line in lines.aiter_lines():
