@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from distca.inference.config import EngineConfig
 from distca.inference.engine import Engine, Iteration
@@ -339,6 +340,17 @@ class LLM:
         raise NotFiniteError(failed.number, f"{failed.failed}{self._worker.where_not_finite()}")
 
 
+def _attempt() -> str:
+    """Name of this start of the ranks by torchrun.
+
+    Ranks that start again meet in the store of those before, where the addresses of dead ranks are
+    still written. On one machine torchrun counts the starts alike for all ranks; on several it does
+    not.
+    """
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    return "ranks" if several else f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
 def join_processes(config: EngineConfig) -> torch.device:
     """Joins this process with the others, unless it has; returns its device. Collective.
 
@@ -349,7 +361,11 @@ def join_processes(config: EngineConfig) -> torch.device:
     if not dist.is_initialized():
         backend, timeout = "nccl" if gpus else "gloo", timedelta(seconds=config.step_timeout)
         if dist.is_torchelastic_launched():
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+            store = dist.PrefixStore(_attempt(), store)  # type: ignore[attr-defined]
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -138,7 +138,9 @@ def test_mistakes_are_a_line_before_ranks_start(
     from distca.commands.main import main
 
     folder = save_small_model("llama", tmp_path)
-    assert main(["prefill", str(folder), *flags]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["prefill", str(folder), *flags])
+    assert ended.value.code == 2
     told = capsys.readouterr().err.strip().splitlines()
     assert line in told[-1]
     assert "distca prefill" in told[-1]
