@@ -21,6 +21,7 @@ from distca.runtime import CoreAttention, EventCursor, SentLatents, TimedKernel
 from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
 from megatron_patches.model.mla_latents import LatentSource
+from megatron_patches.model.unknown_arguments import refuse_uncomputed
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         packed_seq_params: DocumentParams | None = None,
-        **kwargs: Any,
+        attn_mask_type: Any = None,
+        **others: Any,
     ) -> torch.Tensor:
         """Computes core attention by the plan.
 
@@ -177,11 +179,16 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
             value: values `[tokens, kv_heads, v_head_dim]`.
             attention_mask: ignored, since the plan has the mask.
             packed_seq_params: description of the micro-batch.
-            **kwargs: ignored.
+            attn_mask_type: ignored, likewise.
+            **others: further arguments of megatron-core's core attention; all None.
 
         Returns:
             `[tokens, heads * v_head_dim]`.
+
+        Raises:
+            ValueError: another argument is given, or there is no plan.
         """
+        refuse_uncomputed(others)
         run: CoreAttentionRun | None = getattr(packed_seq_params, "run", None)
         if packed_seq_params is None or run is None:
             raise ValueError(
@@ -268,9 +275,11 @@ class PackedCoreAttention(_CoreAttentionModule):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         packed_seq_params: DocumentParams | None = None,
-        **kwargs: Any,
+        attn_mask_type: Any = None,
+        **others: Any,
     ) -> torch.Tensor:
-        """Computes core attention; shapes are those of `DisaggregatedCoreAttention.forward`."""
+        """Computes core attention; arguments are those of `DisaggregatedCoreAttention.forward`."""
+        refuse_uncomputed(others)
         if packed_seq_params is None or packed_seq_params.documents_cu_seqlens is None:
             raise ValueError("packed core attention was called without documents")
         out_THD = packed_attention(

@@ -32,10 +32,11 @@ from typing import Any, Protocol
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.function import once_differentiable
 
 from megatron_patches.model.core_attention import DocumentParams
-from megatron_patches.model.ping_pong import refuse_unknown
+from megatron_patches.model.unknown_arguments import refuse_unknown
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -331,9 +332,10 @@ def _forward(
     """Does what megatron-core's `TransformerLayer.forward` does, for layers that we train.
 
     Raises:
-        ValueError: Megatron gives the layer something that would be dropped.
+        ValueError: the layer is given something that would be dropped.
     """
-    refuse_unknown(others, "--distca-cuda-graphs", "remove that flag")
+    theirs = TransformerLayer._forward_attention
+    refuse_unknown(others, "--distca-cuda-graphs", "remove that flag", theirs)
     attention = layer.self_attention
     unrotated = layer.config.no_rope_freq and layer.config.no_rope_freq[layer.layer_number - 1]
     angles = () if rotary_pos_emb is None or unrotated else (rotary_pos_emb,)

@@ -17,7 +17,7 @@ two layers never overlap, and each calls a module once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
@@ -34,6 +34,7 @@ from distca.schedule.program import LayerGroup, layer_groups
 from megatron_patches.model.core_attention import DocumentParams
 from megatron_patches.model.rotary import split_rows
 from megatron_patches.model.thread_state import ThreadState
+from megatron_patches.model.unknown_arguments import refuse_unknown
 
 # What Megatron's block passes on to its layers as it is.
 _PASSED_ON = (
@@ -139,7 +140,7 @@ def _forward(
     """Does what megatron-core's `TransformerBlock.forward` does, for two nano-batches.
 
     Raises:
-        ValueError: Megatron gives the block something that would be dropped.
+        ValueError: the block is given something that would be dropped.
     """
     if packed_seq_params is None or packed_seq_params.nano_batches is None:
         return plain(
@@ -153,6 +154,7 @@ def _forward(
         {"attention_mask": attention_mask, **others},
         "--distca-ping-pong",
         "give --no-distca-ping-pong",
+        plain,
         _PASSED_ON,
     )
     passed = {name: value for name, value in others.items() if name in _PASSED_ON}
@@ -214,24 +216,3 @@ def _run_layers(
                 **passed,
             )
     return hidden
-
-
-def refuse_unknown(
-    given: Mapping[str, Any], by: str, remedy: str, known: Collection[str] = ()
-) -> None:
-    """Refuses an argument that would be dropped silently.
-
-    Args:
-        given: arguments by name; None: the caller gives none.
-        by: what does not know it, for the message.
-        remedy: what to do, for the message.
-        known: names that are used.
-
-    Raises:
-        ValueError: an argument is given that is not known.
-    """
-    unknown = [name for name, value in given.items() if value is not None and name not in known]
-    if unknown:
-        raise ValueError(
-            f"Megatron gives its layers {', '.join(unknown)}, which {by} does not know: {remedy}"
-        )

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.runtime import EventCursor
 from distca.schedule.program import Event
-from megatron_patches.model import cuda_graphs, ping_pong
+from megatron_patches.model import core_attention, cuda_graphs, ping_pong
 from megatron_patches.model.gpt import add_to_gradients_always
 from megatron_patches.model.ping_pong import NanoBatchCoroutines
 from megatron_patches.model.thread_state import ThreadState
@@ -67,17 +69,45 @@ def test_weight_gradients_of_both_halves_are_summed() -> None:
     torch.testing.assert_close(layer.main_grad, expected)
 
 
-@pytest.mark.parametrize("name", ["padding_mask", "extract_layer_indices", "attention_mask"])
+@pytest.mark.parametrize("name", ["padding_mask", "inference_context", "attention_mask"])
 def test_what_our_copies_of_megatrons_layers_do_not_know_is_refused(name: str) -> None:
     """None is what Megatron gives for what is not used."""
     params: Any = SimpleNamespace(nano_batches=("ping", "pong"), run=None)
     given = {"hidden_states": torch.ones(2), "packed_seq_params": params, name: "it"}
     none = {"inference_context": None, "padding_mask": None, "rotary_pos_cos": "known"}
-    with pytest.raises(ValueError, match=f"{name}, which --distca-ping-pong does not know"):
-        ping_pong._forward(None, (), pytest.fail, **none | given)
+    theirs = partial(TransformerBlock.forward, None)
+    message = f"{name}, which --distca-ping-pong does not know: give --no-distca-ping-pong"
+    with pytest.raises(ValueError, match=message):
+        ping_pong._forward(None, (), theirs, **none | given)
     if name != "attention_mask":
         with pytest.raises(ValueError, match=f"{name}, which --distca-cuda-graphs does not know"):
             cuda_graphs._forward(None, None, None, **given)  # type: ignore[arg-type]
+
+
+def test_what_megatron_does_not_know_either_has_no_remedy_by_a_flag() -> None:
+    """Without our flag Megatron's own layers would refuse it."""
+    params: Any = SimpleNamespace(nano_batches=("ping", "pong"), run=None)
+    given = {"hidden_states": torch.ones(2), "packed_seq_params": params, "mystery": "it"}
+    message = "^Megatron's layers get mystery, which they do not know: remove it$"
+    with pytest.raises(ValueError, match=message):
+        ping_pong._forward(None, (), partial(TransformerBlock.forward, None), **given)
+    with pytest.raises(ValueError, match=message):
+        cuda_graphs._forward(None, None, None, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "kind", [core_attention.DisaggregatedCoreAttention, core_attention.PackedCoreAttention]
+)
+def test_core_attention_refuses_what_it_does_not_compute(kind: Any) -> None:
+    rows = torch.ones(2, 1, 4)
+    # Megatron always gives these.
+    none = {"attn_mask_type": "padding causal", "attention_bias": None, "packed_seq_params": None}
+    for name in ("attention_bias", "mystery"):
+        message = f"^core attention is given {name}, which DistCA does not compute: remove it$"
+        with pytest.raises(ValueError, match=message):
+            kind.forward(None, rows, rows, rows, None, **none | {name: rows})
+    with pytest.raises(ValueError, match="was called without"):
+        kind.forward(None, rows, rows, rows, None, **none)
 
 
 def test_without_nano_batches_the_block_is_megatrons() -> None:
