@@ -151,9 +151,13 @@ def with_distca(
                 hooks.ADD_FLAGS.undo()
             megatron_pretrain(*args, **kwargs)
             return
-        call = signature.bind(*args, **kwargs)
+        try:
+            call = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"pretrain() {error}") from None
         call.apply_defaults()
         given, providers = call.arguments, Providers(run)
+        _check_what_the_last_rank_runs(given)
         given["train_valid_test_dataset_provider"] = providers.data_iterators
         given["model_provider"] = providers.model
         given["forward_step_func"] = forward_step
@@ -168,6 +172,24 @@ def with_distca(
             megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
+
+
+def _check_what_the_last_rank_runs(given: Mapping[str, Any]) -> None:
+    """Refuses the forward that Megatron-LM's evaluation runs on the last rank alone.
+
+    Args:
+        given: arguments of Megatron-LM's `pretrain`.
+
+    Raises:
+        ValueError: the last rank would wait for the others for ever.
+    """
+    name = "process_non_loss_data_func"
+    if given.get(name) is not None and given.get("non_loss_data_func") is None:
+        raise ValueError(
+            f"pretrain() is given {name}, for which Megatron-LM runs a forward pass on the last "
+            "rank alone, and with --distca all ranks take part in one: give non_loss_data_func, "
+            f"which all ranks call, or remove {name}"
+        )
 
 
 def _check_parsed_with_our_flags() -> None:

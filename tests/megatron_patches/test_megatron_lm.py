@@ -218,6 +218,24 @@ def test_an_unknown_pretrain_is_refused() -> None:
         with_distca(lambda train_valid_test_dataset_provider: None)
 
 
+def test_what_runs_on_the_last_rank_alone_is_refused(script) -> None:
+    """Megatron-LM would run another forward there, in which other ranks take no part."""
+    script.values["process_non_loss_data_func"] = theirs("processing")
+    with pytest.raises(ValueError, match=r"process_non_loss_data_func.* give non_loss_data_func,"):
+        script.run("--distca")
+    assert script.given == {}
+    assert script.run().keys() == script.values.keys()
+    script.values["non_loss_data_func"] = theirs("collecting")
+    assert script.run("--distca")["non_loss_data_func"] is script.values["non_loss_data_func"]
+
+
+def test_an_argument_that_pretrain_lacks_is_refused_by_its_name(script) -> None:
+    script.values["process_non_loss_dat_func"] = None
+    message = r"^pretrain\(\) got an unexpected keyword argument 'process_non_loss_dat_func'$"
+    with pytest.raises(TypeError, match=message):
+        script.run("--distca")
+
+
 @pytest.mark.parametrize(
     ("flags", "error"), [(["--distca"], SystemExit), ([], ValueError)], ids=["distca", "plain"]
 )
