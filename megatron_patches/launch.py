@@ -32,6 +32,8 @@ from distca.progress import progress
 
 _SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
 _MODULE = "megatron_patches.pretrain"
+_GRACE = 29
+"""Whole seconds that the launcher surely leaves ranks between SIGTERM and SIGKILL, of its 30."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=_order)
+        first = min(failure.timestamp for failure in error.failures.values())
+        rank, failure = min(error.failures.items(), key=lambda ended: _order(ended[1], first))
         sys.stderr.write(_report(args.training_script, rank, failure))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (SignalException, KeyboardInterrupt) as error:
@@ -90,15 +93,21 @@ def _check(args: Namespace) -> str:
     return f"error: {message}" if found and done.returncode == 2 else ""
 
 
-def _order(ended: tuple[int, ProcessFailure]) -> tuple[bool, bool, bool, int]:
-    """Orders ranks and their failures by how likely each failed first.
+def _order(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, bool, int]:
+    """Orders failures of ranks by how likely each was the first.
 
-    The launcher ends ranks by SIGTERM, and ranks that lost one end without an error file.
+    The launcher ends ranks by SIGTERM, and after `_GRACE` by SIGKILL. Ranks that lost one end
+    without an error file, or say that they lost it, or torch aborts them.
+
+    Args:
+        failure: how it ended.
+        first: time of the first failure of any rank, in seconds.
     """
-    _, failure = ended
+    late = failure.exitcode == -signal.SIGKILL and failure.timestamp - first >= _GRACE
+    terminated = failure.exitcode == -signal.SIGTERM or late
+    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT and not terminated
     unexplained = not _message(failure)
-    terminated = failure.exitcode == -signal.SIGTERM
-    return unexplained, terminated, failure.exitcode > 0, failure.timestamp
+    return not killed, unexplained, terminated, failure.exitcode > 0, failure.timestamp
 
 
 def _message(failure: ProcessFailure) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from megatron_patches import launch
@@ -101,3 +103,54 @@ def test_ends_in_one_line(
     monkeypatch.setattr(launch, "run", run)
     assert launch.main(["a.py"]) == status
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("killed", "seconds", "line"),
+    [
+        # The one that lost it saves, which takes a while, and says so before it ends.
+        (signal.SIGKILL, 0, "rank 1 of a.py was killed by SIGKILL: the machine may have run out"),
+        (signal.SIGSEGV, 1, "rank 1 of a.py was killed by SIGSEGV"),
+        # The launcher ends the other ranks: by SIGTERM, and 30 seconds later by SIGKILL.
+        (signal.SIGTERM, 0, "rank 0 of a.py ended with exit code 1: lost rank 1"),
+        (signal.SIGKILL, 30, "rank 0 of a.py ended with exit code 1: lost rank 1"),
+        # NCCL and torch abort a rank that lost another one.
+        (signal.SIGABRT, 0, "rank 0 of a.py ended with exit code 1: lost rank 1"),
+    ],
+)
+def test_a_rank_that_was_killed_is_the_cause(
+    killed: signal.Signals,
+    seconds: int,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "error.json"
+    extra = {"py_callstack": "lost rank 1", "timestamp": "1000"}
+    file.write_text(json.dumps({"message": {"message": "lost rank 1", "extraInfo": extra}}))
+    explained = ProcessFailure(0, 10, 1, str(file))
+    other = ProcessFailure(1, 11, -killed, "")
+    other.timestamp = 1000 + seconds
+
+    def run(args: Namespace) -> None:
+        raise ChildFailedError("a.py", {0: explained, 1: other})
+
+    monkeypatch.setattr(launch, "run", run)
+    assert launch.main(["a.py"]) == (1 if "rank 0" in line else 128 + killed)
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_a_rank_that_the_launcher_killed_late_is_not_the_cause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It killed rank 1, which did not end by SIGTERM, after rank 0 had left without a word."""
+    failures = {rank: ProcessFailure(rank, rank, code, "") for rank, code in ((0, 3), (1, -9))}
+    failures[0].timestamp, failures[1].timestamp = 1000, 1030
+
+    def run(args: Namespace) -> None:
+        raise ChildFailedError("a.py", failures)
+
+    monkeypatch.setattr(launch, "run", run)
+    assert launch.main(["a.py"]) == 3
+    assert capsys.readouterr().err.startswith("error: rank 0 of a.py ended with exit code 3")
