@@ -148,8 +148,8 @@ def checked(
         args.save_interval = args.train_iters or args.train_samples
     try:
         answer = theirs(args, *more, **named)
-    except AssertionError as error:
-        # Its checks are assertions, many of which say no more than their condition.
+    except (AssertionError, RuntimeError) as error:
+        # Most of its checks are assertions, many of which say no more than their condition.
         place = traceback.extract_tb(error.__traceback__)[-1]
         said = " ".join(str(error).split()) or place.line
         raise ValueError(f"Megatron-LM refuses the flags: {said}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_contradictions(flags: str, said: str, distca: list[str], tmp_path: Path
     file.touch()
     with pytest.raises(ValueError, match=said):
         parse(*flags.replace("FILE", str(file)).split(), *distca)
+
+
+def test_what_megatron_needs_a_package_for_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron-LM says so by a RuntimeError."""
+    # Importing it fails then, whether it is installed or not.
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
+    flags = ["--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "1"]
+    with pytest.raises(ValueError, match=r"^Megatron-LM refuses the flags: nvidia_resiliency_ext"):
+        parse(*flags)
 
 
 def test_samples_bound_the_warm_up_of_a_run_of_samples() -> None:
