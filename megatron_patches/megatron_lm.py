@@ -29,7 +29,7 @@ from megatron_patches import cpu, hooks
 from megatron_patches.batches.custom_dataset import name_of
 from megatron_patches.batches.micro_batch import forward_step
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.distca import add_distca_arguments, given_in_vain
 from megatron_patches.flags.numbers import refuse_what_cannot_be_read
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.failure_report import ending_the_job_on_failure
@@ -39,6 +39,7 @@ from megatron_patches.loop.run import (
     asks_for_distca,
     refuse_a_file_of_flags,
     refuse_in_a_line,
+    refuse_in_vain,
 )
 from megatron_patches.model.gpt import build_model, core_attention_kind
 from megatron_patches.pipeline.data_iterators import DataIterators
@@ -108,7 +109,8 @@ def with_distca(
 
     Called before the command line is parsed, to which it adds our flags. When it is parsed
     `--distca` applies the table of `megatron_patches.hooks`; without `--distca` Megatron-LM is then
-    as it was before this call, and its `pretrain` gets what the script gives it.
+    as it was before this call, and its `pretrain` gets what the script gives it; the run ends with
+    a line if the command line has other flags of ours.
 
     Args:
         megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
@@ -130,7 +132,8 @@ def with_distca(
             f"pretrain() has no parameter {', '.join(missing)}: this Megatron-LM is not supported, "
             f"use core_v{FIRST} to core_v{LAST}"
         )
-    add = add_arguments if documents is None else _adding(name_of(documents))
+    name = None if documents is None else name_of(documents)
+    add = add_arguments if name is None else _adding(name)
 
     def parsed(args: Namespace, whole: bool) -> None:
         # The configuration is made in the hooks that this applies.
@@ -139,6 +142,7 @@ def with_distca(
             hooks.adapt_megatron_loop(run, args.async_save)
         elif whole:
             hooks.ADD_FLAGS.undo()
+            refuse_in_vain(given_in_vain(args, name), environment)
 
     run = LoopRun(environment, add, parsed)
     hooks.apply((hooks.ADD_FLAGS,), run)

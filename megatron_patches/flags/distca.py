@@ -257,6 +257,25 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def given_in_vain(args: Namespace, documents: str | None = None) -> list[str]:
+    """Returns the flags that have other values than their defaults, as they were given.
+
+    Args:
+        args: parsed arguments of a run in which no flag of ours applies.
+        documents: default of `--distca-documents`.
+    """
+    parser = add_distca_arguments(ArgumentParser(add_help=False))
+    parser.set_defaults(distca_documents=documents)
+    defaults, names = vars(parser.parse_args([])), []
+    for action in parser._actions:
+        value, default = vars(args)[action.dest], defaults[action.dest]
+        # Two numbers are a list as given, and a tuple as a default.
+        if value != (list(default) if isinstance(value, list) and default else default):
+            switched_off = isinstance(action, BooleanOptionalAction) and not value
+            names.append(action.option_strings[-1 if switched_off else 0])
+    return names
+
+
 def _dedicated_processes(value: str) -> int:
     """Parses `--distca-servers` to the number of processes that only serve."""
     kind, _, number = value.partition(":")

@@ -110,6 +110,19 @@ def refuse_a_file_of_flags(file: str | None, environment: Mapping[str, str]) -> 
         )
 
 
+def refuse_in_vain(names: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Ends the process where flags of ours are given to Megatron-LM's script without `--distca`."""
+    if names:
+        rank = int(environment.get("RANK", 0))
+        show_our_messages(rank, environment)
+        means, them = ("means", "it") if len(names) == 1 else ("mean", "them")
+        exit_with_message(
+            f"{', '.join(names)} {means} nothing in this script without --distca: add --distca, "
+            f"or remove {them}",
+            rank,
+        )
+
+
 def checked(
     theirs: Callable[..., Any],
     config: DistcaConfig,

@@ -40,10 +40,10 @@ before, heard = identities(*PREFIXES), handlers()
 from megatron_patches.megatron_lm import with_distca
 
 ours = with_distca(pretrain)
-sys.argv += ["--num-layers", "2", "--distca-tolerance", "0.3"]
+sys.argv += ["--num-layers", "2", "--distca-tolerance", "0.1"]
 arguments.parse_args(ignore_unknown_args=True)
 args = arguments.parse_args()
-assert args.distca_tolerance == 0.3
+assert args.distca_tolerance == 0.1
 different = changed(before, identities(*PREFIXES))
 print(json.dumps({
     "objects": sum(map(is_code, before.values())),

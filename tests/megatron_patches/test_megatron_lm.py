@@ -126,7 +126,7 @@ def test_own_documents_are_given_by_the_function_s_name(script, monkeypatch) -> 
     parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     assert parser.parse_args([]).distca_documents == name
     with_distca(pretrain, documents=own_documents)
-    other = ["--distca-documents", "other:function"]
+    other = ["--distca", "--distca-documents", "other:function"]
     parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     assert parser.parse_args(other).distca_documents == "other:function"
     with pytest.raises(ValueError, match="give a function that a module defines by name"):
@@ -134,15 +134,36 @@ def test_own_documents_are_given_by_the_function_s_name(script, monkeypatch) -> 
 
 
 def test_without_the_flag_pretrain_gets_what_the_script_gives(script) -> None:
-    given = script.run("--distca-tolerance", "2")
+    # Defaults, as a script may give them.
+    given = script.run("--distca-tolerance", "0.1", "--distca-trace-iterations", "2", "3")
     assert given.keys() == script.values.keys()
     for name, value in script.values.items():
         assert given[name] is value
     assert not hasattr(script.values["train_valid_test_dataset_provider"], "is_distributed")
-    # Flags of ours have no effect, not even bad ones.
-    assert script.args.distca_tolerance == 2
     assert script.args.dataloader_type is None
     assert not script.args.calculate_per_token_loss
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--distca-tolerance 2", "--distca-tolerance means nothing"),
+        (
+            "--distca-scheduler greedy --distca-servers dedicated:1 --no-distca-ping-pong "
+            "--distca-trace-iterations 3 4 --distca-whole-documents",
+            "--distca-scheduler, --distca-servers, --no-distca-ping-pong, "
+            "--distca-trace-iterations, --distca-whole-documents mean nothing",
+        ),
+    ],
+)
+def test_flags_of_ours_end_megatrons_own_run_with_a_line(script, flags, named, capsys) -> None:
+    """There nothing of ours applies, documents neither."""
+    with pytest.raises(SystemExit) as ended:
+        script.run(*flags.split())
+    assert ended.value.code == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Warn" not in line)
+    assert f"error: {named} in this script without --distca: add --distca, or remove" in line
+    assert script.given == {}
 
 
 def test_with_the_flag_pretrain_gets_ours(script) -> None:
