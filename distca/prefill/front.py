@@ -39,6 +39,8 @@ from distca.schedule.serving.cdsp.handoff import Transfer
 logger = logging.getLogger(__name__)
 
 _BEATS_A_LEASE = 4
+_LEASES_KEPT = 10
+"""Leases without a word after which a process of an engine is forgotten."""
 _NEEDS_ALL = {hand.Grant.__name__, hand.Received.__name__}
 """Events that count once all processes of an engine have told them."""
 
@@ -92,6 +94,7 @@ class Front:
             raise ValueError(f"{address}: nobody can listen there: {error}") from None
         self._decoder = decoder(ToFront)
         self._peers: dict[bytes, Hello] = {}
+        self._heard: dict[bytes, float] = {}
         self._asked: dict[_Key, _Asked] = {}
         self._keys: dict[int, _Key] = {}
         self._next = 0
@@ -137,6 +140,10 @@ class Front:
             ]
             for key in late:
                 del self._asked[key]
+            for identity, heard in list(self._heard.items()):
+                if now - heard > _LEASES_KEPT * self._lease:
+                    # If it is there after all, it greets again.
+                    del self._heard[identity], self._peers[identity]
 
     def take(self) -> list[Join | Told]:
         """Returns what engines have said of prompts since the last call."""
@@ -164,6 +171,8 @@ class Front:
         self._socket.send_multipart([identity, encode(message)])
 
     def _hear(self, identity: bytes, message: Any) -> None:
+        if identity in self._peers:
+            self._heard[identity] = time.monotonic()
         if isinstance(message, Hello):
             self._greet(identity, message)
         elif identity not in self._peers:
@@ -183,7 +192,7 @@ class Front:
             return
         if identity not in self._peers:
             logger.info("connected: %s, process %d", hello.engine, hello.worker)
-        self._peers[identity] = hello
+        self._peers[identity], self._heard[identity] = hello, time.monotonic()
         self._say(identity, self._welcome)
 
     def _ask(self, identity: bytes, prefill: Prefill) -> None:
