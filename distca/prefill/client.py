@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 62
 _BEATS_A_LEASE = 4
+_SECONDS_TO_GREET = 1.0
 _FIRST_LEASE = 10.0
 """Seconds until it is said again who is there, before the ranks have told their lease."""
 
@@ -106,7 +107,7 @@ class PrefillClient:
         self._ended: list[Ended] = []
         # Prompts whose end was told before the ranks confirmed it.
         self._told: set[Transfer] = set()
-        self._heard = self._beat_due = 0.0
+        self._heard = self._beat_due = self._greet_due = 0.0
         self.state = Pong()
         self.refused: str | None = None
         self.welcome: Welcome | None = None
@@ -152,6 +153,7 @@ class PrefillClient:
             priority: prompts of a lower number are computed first.
             salt: only prompts of the same salt share keys and values.
         """
+        self._greet()
         welcome = self.welcome
         if welcome is None or not self.ready:
             self._ended.append(Ended(transfer, "the prefill ranks are not there"))
@@ -184,6 +186,18 @@ class PrefillClient:
         """Ends the connection; the prefill ranks notice it by their lease."""
         for each in (self._front, self._inbox):
             each.close(linger=0)
+
+    def _greet(self) -> None:
+        """Finds out whether the ranks are there, if that is not known: an engine without work reads
+        nothing, and they may have started again meanwhile."""
+        now = time.monotonic()
+        if self.ready or now < self._greet_due:
+            return
+        # Whoever waited in vain does not wait again for each prompt.
+        self._greet_due = now + self._receiver.lease
+        self._beat_due = 0.0
+        while not self.ready and time.monotonic() < now + _SECONDS_TO_GREET:
+            self._read(0.01)
 
     def _read(self, seconds: float) -> None:
         self._beat()

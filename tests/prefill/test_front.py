@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
@@ -10,6 +11,7 @@ from distca.prefill.client import PrefillClient
 from distca.prefill.front import Front
 from distca.prefill.messages import Hello, Join, Welcome
 from distca.schedule.serving.cdsp.handoff import Transfer
+from support.prefills import in_background
 
 FACTS = {"dtype": "float32"}
 
@@ -52,6 +54,43 @@ def test_whoever_is_silent_for_long_is_forgotten_and_greets_again() -> None:
     assert is_met()
     client.close()
     front.close()
+
+
+def test_an_engine_that_was_idle_for_long_asks_at_once() -> None:
+    """It reads nothing meanwhile, and its ranks start again: nothing is lost by that."""
+    front = front_of(lease=0.5)
+    client = client_of(front)
+    meet(front, client)
+    assert client.ready
+    address = front.address
+    front.close()
+    time.sleep(1.5)
+    assert not client.ready
+    front = Front(address, FACTS, Welcome("", 1, 16, 2, 64, 5.0))
+    ended = threading.Event()
+
+    def pump() -> None:
+        while not ended.is_set():
+            front.pump(0.01)
+
+    with in_background(pump):
+        try:
+            client.begin(Transfer(0), [1] * 9, 0)
+            time.sleep(0.5)
+        finally:
+            ended.set()
+    assert client.poll() == []
+    assert isinstance(front.take()[0], Join)
+    # Nobody is there: it does not wait for each prompt.
+    client.close()
+    front.close()
+    alone = PrefillClient(address, Hello(FACTS, "engine"), 4, torch.float32, lambda *_: None)
+    since = time.monotonic()
+    for number in range(20):
+        alone.begin(Transfer(number), [1], 0)
+    assert time.monotonic() - since < 10
+    assert len(alone.poll()) == 20
+    alone.close()
 
 
 def test_a_prompt_begins_once_all_processes_of_its_engine_ask() -> None:
