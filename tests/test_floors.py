@@ -22,6 +22,7 @@ FLOORS: dict[str, set[str]] = {
     "distca.progress": set(),
     "distca.quiet": set(),
     "distca.timeline": set(),
+    "distca.torchrun": set(),
     "distca.wording": set(),
     "distca.plan": set(),
     "distca.documents": {"distca.plan"},
@@ -37,7 +38,7 @@ FLOORS: dict[str, set[str]] = {
 FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}
 FLOORS["distca.inference"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
 FLOORS["distca.inference"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
-FLOORS["distca.inference"] |= {"distca.checkpoints"}
+FLOORS["distca.inference"] |= {"distca.checkpoints", "distca.torchrun"}
 FLOORS["distca.serve"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.prefill"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.vllm"] = {"distca.plan", "distca.schedule", "distca.prefill"}

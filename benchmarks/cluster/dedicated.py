@@ -5,7 +5,7 @@
 The paper leaves them to future work (Section 8); training has them with `--distca-servers
 dedicated:N`. As many GPUs train the same documents in several divisions: all servers with the
 model, or some that compute attention alone and the others with their share of the tokens. Dedicated
-servers take more attention by `--distca-server-speeds`, of which several are tried. Each division
+servers take more attention by `--distca-server-speeds`, and several speeds are tried. Each division
 has its fastest number of micro-batches that fits in memory. Writes `dedicated.md`, and prints it.
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
+from distca.commands.engine_flags import add_block_size_flag, add_machine_flags
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
 from distca.commands.served_chain import tell_of_lengths
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
@@ -63,20 +64,7 @@ def build_parser() -> Parser:
     add_selection_flags(how, "auto", "searched, a table that `distca tune partitions` wrote")
     add_sparsity_flags(how)
     add_calibration_flags(how)
-    how.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
-        "an H100, or of a core on CPUs.",
-    )
-    how.add_argument(
-        "--node-gb-per-s",
-        type=float,
-        metavar="X",
-        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
-        "processes reach on CPUs.",
-    )
+    add_machine_flags(how)
     how.add_argument(
         "--cp-kv-cache-interleave-size",
         type=int,
@@ -90,13 +78,7 @@ def build_parser() -> Parser:
         help="Move keys and values after each prefill, so that all ranks hold equal shares, within "
         "a block: a chain leaves unequal ones.",
     )
-    how.add_argument(
-        "--block-size",
-        type=int,
-        metavar="N",
-        help="Tokens in a block of a rank's keys and values. Default: 16, or 256 on GPUs: "
-        "FlashAttention 2 reads multiples of that alone.",
-    )
+    add_block_size_flag(how)
     how.add_argument(
         "--max-num-seqs", type=int, default=64, metavar="N", help="Most prompts that run at a time."
     )

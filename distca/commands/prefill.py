@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
+from distca.commands.engine_flags import add_machine_flags, add_pool_flags
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
+from distca.torchrun import read_torchrun
 
 _EPILOG = """
 examples:
@@ -79,43 +79,10 @@ def build_parser() -> Parser:
     add_selection_flags(ranks, "auto", "searched, a table that `distca tune partitions` wrote")
     add_sparsity_flags(ranks)
     add_calibration_flags(ranks)
-    ranks.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
-        "an H100, or of a core on CPUs.",
-    )
-    ranks.add_argument(
-        "--node-gb-per-s",
-        type=float,
-        metavar="X",
-        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
-        "processes reach on CPUs.",
-    )
+    add_machine_flags(ranks)
     engine = parser.add_argument_group("engine")
     add_dtype_flag(engine)
-    engine.add_argument(
-        "--block-size",
-        type=int,
-        metavar="N",
-        help="Tokens of a block of a rank's keys and values. Default: 16, or 256 on GPUs: "
-        "FlashAttention 2 reads multiples of that alone.",
-    )
-    engine.add_argument(
-        "--kv-cache-memory-bytes",
-        type=int,
-        metavar="N",
-        help="Bytes of keys and values on each rank. Default: what --gpu-memory-utilization "
-        "leaves, or 1 GiB on CPUs.",
-    )
-    engine.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="PART",
-        help="Part of a GPU's memory for weights, keys and values.",
-    )
+    add_pool_flags(engine)
     engine.add_argument(
         "--max-num-seqs", type=int, default=64, metavar="N", help="Most prompts that run."
     )
@@ -125,12 +92,6 @@ def build_parser() -> Parser:
         default=8192,
         metavar="N",
         help="Most tokens of an iteration: longer prompts are computed in chunks. Default: 8192.",
-    )
-    engine.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Keep blocks of ended prompts for prompts that begin the same. Default: on.",
     )
     engine.add_argument(
         "--step-timeout",
@@ -158,17 +119,15 @@ def main(argv: Sequence[str]) -> int:
         ImportError: a package is missing.
     """
     args = build_parser().parse(argv)
-    import torch.distributed as dist
-
-    launched = dist.is_torchelastic_launched()
+    launched = read_torchrun()
     if args.context_parallel_size is None:
-        args.context_parallel_size = int(os.environ["WORLD_SIZE"]) if launched else 1
+        args.context_parallel_size = 1 if launched is None else launched.world_size
     _check_flags(args)
     try:
         model, config = _configuration(args)
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'distca[serve]'") from error
-    if launched:
+    if launched is not None:
         return _serve(args, model, config)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
@@ -232,7 +191,8 @@ def _configuration(args: argparse.Namespace) -> tuple[Any, Any]:
         step_timeout=args.step_timeout,
         gpu_utilization=args.gpu_memory_utilization,
     )
-    if 0 < gpus < config.processes and not os.environ.get("GROUP_WORLD_SIZE"):
+    # torchrun's ranks may lie on several machines.
+    if 0 < gpus < config.processes and read_torchrun() is None:
         raise ValueError(
             f"{config.processes} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
             "CUDA_VISIBLE_DEVICES= to run on CPUs"

@@ -14,6 +14,7 @@ from typing import Any
 from distca.commands.chosen_sparsity import add_calibration_flags, chosen_sparsity
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_partition_flag
+from distca.commands.engine_flags import add_machine_flags, add_pool_flags
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_positions
 from distca.commands.serve_nodes import add_node_flags, nodes_of
 from distca.commands.serve_roles import add_role_flags, roles_of
@@ -138,20 +139,7 @@ def build_parser() -> Parser:
         help="How auto chooses: by the least predicted seconds of both plans, or the rule of the "
         "paper (Algorithm 5).",
     )
-    ranks.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
-        "an H100, or of a core on CPUs.",
-    )
-    ranks.add_argument(
-        "--node-gb-per-s",
-        type=float,
-        metavar="X",
-        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
-        "processes reach on CPUs.",
-    )
+    add_machine_flags(ranks)
     add_partition_flag(ranks, "searched, a table that `distca tune partitions` wrote")
     add_sparsity_flags(ranks)
     add_calibration_flags(ranks)
@@ -170,27 +158,7 @@ def build_parser() -> Parser:
         "--block-size. Default: --block-size.",
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--block-size",
-        type=int,
-        metavar="N",
-        help="Tokens of a block of the cache. Default: 16, or 256 on GPUs: FlashAttention 2 reads "
-        "multiples of that alone.",
-    )
-    engine.add_argument(
-        "--kv-cache-memory-bytes",
-        type=int,
-        metavar="N",
-        help="Bytes of keys and values on each rank. Default: what --gpu-memory-utilization "
-        "leaves, or 1 GiB on CPUs.",
-    )
-    engine.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="PART",
-        help="Part of a GPU's memory for weights, keys and values.",
-    )
+    add_pool_flags(engine)
     engine.add_argument(
         "--max-num-seqs", type=int, default=64, metavar="N", help="Most sequences that run."
     )
@@ -200,12 +168,6 @@ def build_parser() -> Parser:
         default=2048,
         metavar="N",
         help="Most tokens of an iteration: longer prompts are fed in chunks.",
-    )
-    engine.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Keep blocks of ended sequences for sequences that begin the same. Default: on.",
     )
     engine.add_argument(
         "--enforce-eager",

@@ -10,7 +10,6 @@ calls. Each has its own engine. All engines decide the same, so only the chosen 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import FinishReason
+from distca.torchrun import read_torchrun
 
 OnToken = Callable[[int, int], None]
 """Function of a request's number and the token that was chosen for it."""
@@ -343,12 +343,13 @@ class LLM:
 def _attempt() -> str:
     """Name of this start of the ranks by torchrun.
 
-    Ranks that start again meet in the store of those before, where the addresses of dead ranks are
-    still written. On one machine torchrun counts the starts alike for all ranks; on several it does
-    not.
+    Ranks that start again meet in the store of those before, which still has the addresses of dead
+    ranks. On one machine all ranks have the same number of restarts. On several machines they may
+    not, so the name is always the same there.
     """
-    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
-    return "ranks" if several else f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    launched = read_torchrun()
+    assert launched is not None, "torchrun started the ranks"
+    return f"start {launched.restarts}" if launched.machines == 1 else "ranks"
 
 
 def join_processes(config: EngineConfig) -> torch.device:
@@ -360,7 +361,7 @@ def join_processes(config: EngineConfig) -> torch.device:
     gpus = torch.cuda.is_available()
     if not dist.is_initialized():
         backend, timeout = "nccl" if gpus else "gloo", timedelta(seconds=config.step_timeout)
-        if dist.is_torchelastic_launched():
+        if read_torchrun() is not None:
             store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
             store = dist.PrefixStore(_attempt(), store)  # type: ignore[attr-defined]
             dist.init_process_group(
@@ -376,6 +377,6 @@ def join_processes(config: EngineConfig) -> torch.device:
         )
     if not gpus:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+    device = torch.device("cuda", dist.get_node_local_rank(dist.get_rank()))
     torch.cuda.set_device(device)
     return device

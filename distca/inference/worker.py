@@ -153,7 +153,7 @@ class Worker:
         self._model.begin(blocks)
 
     def watch(self, watch: LayerWatch) -> None:
-        """Sets what is told of the layers of all further iterations."""
+        """Sets the object whose methods are called for each layer of all further iterations."""
         self._model.steps.watch = watch
 
     def read_rows(

@@ -73,10 +73,10 @@ class Front:
     Args:
         address: where to listen, `tcp://HOST:PORT`.
         facts: what engines must agree on.
-        welcome: what engines are told; its instance is filled in here.
+        welcome: answer to an engine that connects; its instance is filled in here.
 
     Attributes:
-        state: what engines are told of the ranks.
+        state: answer to an engine that asks for the state of the ranks.
 
     Raises:
         ValueError: nobody can listen there.

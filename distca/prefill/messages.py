@@ -82,7 +82,7 @@ class Welcome(Message, frozen=True):
 
     Attributes:
         instance: name of this run of the prefill ranks.
-        ranks: number of ranks, each of which sends rows.
+        ranks: number of ranks. Each sends rows.
         chunk: tokens of a chunk of the hand-off.
         layers: layers of the model.
         capacity: most tokens of a prompt.

@@ -64,7 +64,7 @@ class _Prompt:
         return start, min(start + self.chunk, len(self.prefill.tokens))
 
     def computed_until(self, end: int) -> int:
-        """Chunks of which every position before `end` is."""
+        """Returns how many chunks are computed when all positions before `end` are."""
         if end == len(self.prefill.tokens):
             return self.chunks
         return max(end - self.prefill.start, 0) // self.chunk

@@ -45,10 +45,9 @@ class Engine(RuleBasedStateMachine):
         self.scheduler, self.cache = scheduler_of()
         self.tokens: dict[int, list[int]] = {}
         self.most: dict[int, int] = {}
-        self.priorities: dict[int, int] = {}
-        self.salted: set[int] = set()
+        self.salts: dict[int, bytes] = {}
         self.tables: dict[int, list[Block]] = {}
-        self.rows: dict[tuple[Block, int], tuple[int, ...]] = {}
+        self.rows: dict[tuple[Block, int], tuple[bytes, ...]] = {}
         self.batch: SchedulerOutput | None = None
         self.number = 0
 
@@ -62,12 +61,9 @@ class Engine(RuleBasedStateMachine):
     def arrive(self, length: int, alike: int, new: int, priority: int, salt: bytes) -> None:
         """A sequence whose first tokens are those of others; without an answer it is held."""
         alike = min(alike, length)
-        tokens = [7 + len(salt)] * alike + [100 + self.number] * (length - alike)
-        if salt:
-            # Rows depend on the salt, as if the prompt began in another way.
-            self.salted.add(self.number)
+        tokens = [7] * alike + [100 + self.number] * (length - alike)
+        self.salts[self.number] = salt
         self.scheduler.add(self.number, tokens, new, priority=priority, salt=salt)
-        self.priorities[self.number] = priority
         self.tokens[self.number], self.most[self.number] = tokens, length + new
         self.number += 1
 
@@ -114,9 +110,15 @@ class Engine(RuleBasedStateMachine):
             # What it did not compute itself was computed of the same prefix.
             for position in range(feed.start if feed.admitted else 0):
                 row = self.rows[table[position // SIZE], position % SIZE]
-                assert row == tuple(tokens[: position + 1])
+                assert row == self.row(feed.sequence, position)
             for position in range(feed.start, end):
-                self.rows[table[position // SIZE], position % SIZE] = tuple(tokens[: position + 1])
+                place = table[position // SIZE], position % SIZE
+                self.rows[place] = self.row(feed.sequence, position)
+
+    def row(self, number: int, position: int) -> tuple[bytes, ...]:
+        """What keys and values of a position depend on."""
+        before = self.tokens[number][: position + 1]
+        return self.salts[number], *(b"%d" % token for token in before)
 
     def is_held(self, number: int) -> bool:
         """Whether all of a prompt is computed for somebody else."""
@@ -164,7 +166,7 @@ class Engine(RuleBasedStateMachine):
             if tokens is not None and not self.batch:
                 for position in range(self.scheduler.computed(number)):
                     row = self.rows[table[position // SIZE], position % SIZE]
-                    assert row == tuple(tokens[: position + 1])
+                    assert row == self.row(number, position)
 
     def teardown(self) -> None:
         """All come to their end, and nothing but the cache holds a block then."""

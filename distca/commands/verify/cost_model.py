@@ -48,7 +48,7 @@ def measure_costs(context: Context) -> Found:
 
 
 def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
-    """Measures tasks of up to so many tokens, and the product of a matrix with itself."""
+    """Measures tasks of at most `longest` tokens, and the product of a matrix with itself."""
     kind = context.device.type
     shape = AttentionShape(*_HEADS, dtype_bytes=context.dtype.itemsize)
     profile = profile_kernel(shape, longest, kind, budget=_BUDGET)

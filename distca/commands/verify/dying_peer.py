@@ -1,4 +1,4 @@
-"""Two processes that exchange bytes, of which one kills itself: the other must not wait for ever.
+"""Two processes exchange bytes, and one kills itself: the other must not wait for ever.
 
 `python -m distca.commands.verify.dying_peer RANK DEVICE STORE` is one of them.
 """

@@ -78,7 +78,7 @@ def _peers(context: Context) -> list[str]:
 
 
 def _messages(context: Context, nbytes: int, figures: dict[str, float]) -> list[str]:
-    """Measures messages that each rank sends to the one so many ranks further, all at once."""
+    """Measures messages of all ranks at once, for each distance between sender and receiver."""
     group = new_exchange_group(list(range(context.size)))
     assert group is not None
     transport = CollectiveTransport(group, context.device)

@@ -1,4 +1,4 @@
-"""Stage: how much of an exchange is hidden behind a kernel that runs beside it."""
+"""Stage: measures how much of an exchange a kernel hides that runs at the same time."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from distca.commands.verify.stage import (
 )
 from distca.commands.verify.stages import STAGES
 from distca.lifetime import start_process
+from distca.torchrun import read_torchrun
 
 _TIMEOUT = timedelta(minutes=10)
 _FURTHER_FAILURES = 1.0
@@ -50,8 +51,9 @@ def join_ranks(rank: int, size: int, store: str | None, folder: Path) -> Context
         store: file in which ranks of one machine meet; None: torchrun started them.
         folder: empty folder of this process.
     """
-    local_rank = int(os.environ["LOCAL_RANK"]) if store is None else rank
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if store is None else size
+    launched = read_torchrun() if store is None else None
+    local_rank = rank if launched is None else dist.get_node_local_rank()
+    local_size = size if launched is None else launched.local_world_size
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)

@@ -68,7 +68,7 @@ def measure_serving(context: Context) -> Found:
 
 
 def _seconds(context: Context, llm: LLM, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds of answers of so many tokens."""
+    """Measures the seconds that answers of a number of tokens take."""
     begin = time.perf_counter()
     llm.generate(prompts, SamplingParams(tokens))
     return context.largest(time.perf_counter() - begin)

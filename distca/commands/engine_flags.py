@@ -1,0 +1,62 @@
+"""Flags of an engine that several commands have, with one meaning."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from distca.commands.described import Group
+
+
+def add_machine_flags(group: Group) -> None:
+    """Adds the flags of what `--prefill-strategy auto` knows of this machine."""
+    group.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
+        "an H100, or of a core on CPUs.",
+    )
+    group.add_argument(
+        "--node-gb-per-s",
+        type=float,
+        metavar="X",
+        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
+        "processes reach on CPUs.",
+    )
+
+
+def add_block_size_flag(group: Group) -> None:
+    """Adds the flag of a block's size."""
+    group.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="Tokens of a block of a rank's keys and values. Default: 16, or 256 on GPUs: "
+        "FlashAttention 2 reads multiples of that alone.",
+    )
+
+
+def add_pool_flags(group: Group) -> None:
+    """Adds the flags of the memory for keys and values, and of what stays in it."""
+    add_block_size_flag(group)
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="N",
+        help="Bytes of keys and values on each rank. Default: what --gpu-memory-utilization "
+        "leaves, or 1 GiB on CPUs.",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="PART",
+        help="Part of a GPU's memory for weights, keys and values.",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Keep blocks of ended prompts for prompts that begin the same. Default: on.",
+    )
