@@ -6,10 +6,12 @@ import threading
 import time
 
 import torch
+import zmq
 
+from distca.inference.messages import encode
 from distca.prefill.client import PrefillClient
 from distca.prefill.front import Front
-from distca.prefill.messages import Hello, Join, Welcome
+from distca.prefill.messages import Hello, Join, Rows, Welcome
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import in_background
 
@@ -32,6 +34,17 @@ def meet(front: Front, *clients: PrefillClient, seconds: float = 0.3) -> None:
         front.pump(0.01)
         for client in clients:
             client.poll(0.01)
+
+
+def send_chunk(inbox: str, transfer: Transfer) -> None:
+    """Sends an engine's process all layers of the first chunk: positions 3 to 18, a head of 4."""
+    socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(inbox)
+    rows = torch.zeros(16, 1, 4).numpy().tobytes()
+    for layer in range(2):
+        header = encode(Rows(transfer, 0, layer, [(3, 19)], 16))
+        socket.send_multipart([header, rows, rows])
+    socket.close()
 
 
 def test_whoever_is_silent_for_long_is_forgotten_and_greets_again() -> None:
@@ -109,6 +122,12 @@ def test_a_prompt_begins_once_all_processes_of_its_engine_ask() -> None:
     assert [(each.event.kind, each.event.chunk) for each in told] == [  # type: ignore[union-attr]
         ("Grant", chunk) for chunk in range(3)
     ]
+    # A chunk counts as received once both have its layers.
+    for worker, client in enumerate(clients):
+        send_chunk(join.receiving[worker].inbox, Transfer(7))
+        meet(front, *clients)
+        received = [each.event.kind for each in front.take()]  # type: ignore[union-attr]
+        assert received == (["Received"] if client is clients[-1] else [])
     clients[0].cancel(Transfer(7))
     meet(front, *clients)
     (ended,) = front.take()
