@@ -157,9 +157,11 @@ pretraining() {
     # As many micro-batches as keep a pipeline mostly full.
     micro_batches=$((stages > 1 ? 2 * stages : 1))
     training=(
-        --global-batch-size "$((ranks * micro_batches / (tensor * stages)))"
-        --distca-gpus-per-node "$ranks_per_node" "${training[@]}"
+        --global-batch-size "$((ranks * micro_batches / (tensor * stages)))" "${training[@]}"
     )
+    # It has no effect in a plain run.
+    [[ " ${training[*]} " != *' --distca '* ]] ||
+        training=(--distca-gpus-per-node "$ranks_per_node" "${training[@]}")
     check_once -m megatron_patches.check_run --ranks "$ranks" -- "${training[@]}"
     on_all_ranks pretrain_gpt.py "${training[@]}"
 }

@@ -257,6 +257,14 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+APPLY_WITHOUT_DISTCA = (
+    "--distca-max-document-length",
+    "--distca-whole-documents",
+    "--distca-documents",
+)
+"""Flags about documents, which our script follows in plain Megatron, too."""
+
+
 def given_in_vain(args: Namespace, documents: str | None = None) -> list[str]:
     """Returns the flags that have other values than their defaults, as they were given.
 

@@ -28,15 +28,17 @@ from megatron_patches.loop.checkpoint_folder import (
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.finite import check_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
+from megatron_patches.loop.save_lock import SaveLock
 from megatron_patches.loop.saved_arguments import loads_optimizer
 from megatron_patches.loop.saved_schedule import check_schedule, loading_other_rates
 from megatron_patches.pipeline.progress import Progress
 
 
 class Running(Protocol):
-    """A run that notes how far this rank is."""
+    """A run that notes how far this rank is, and holds the lock of `--save` on the first rank."""
 
     progress: Progress
+    save_lock: SaveLock | None
 
 
 def explain_saving(theirs: Callable[..., Any], run: Running) -> Callable[..., Any]:
@@ -55,6 +57,8 @@ def explain_saving(theirs: Callable[..., Any], run: Running) -> Callable[..., An
         )
         args_of_run = get_args()
         with explaining_saving(args_of_run.save):
+            if run.save_lock is not None:
+                run.save_lock.renew()
             if dist.get_rank() == 0:
                 kind, tokenizer = args_of_run.tokenizer_type, args_of_run.tokenizer_model
                 keep_tokenizer(kind, tokenizer, Path(args_of_run.save))

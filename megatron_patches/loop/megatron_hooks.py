@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
@@ -22,6 +23,7 @@ from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.distca import APPLY_WITHOUT_DISTCA, given_in_vain
 from megatron_patches.flags.memory import machine_memory
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.finite import check_weights
@@ -40,6 +42,8 @@ from megatron_patches.model.latent_attention import softmax_scale
 from megatron_patches.pipeline.data_iterators import DataIterators, FullValidationIterator
 from megatron_patches.pipeline.processes import Processes, join
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
+
+logger = logging.getLogger(__name__)
 
 
 def add_flags(theirs: Callable[..., ArgumentParser], run: LoopRun) -> Callable[..., ArgumentParser]:
@@ -82,6 +86,7 @@ def check_arguments(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., A
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
         show_our_messages(args.rank, run.environment)
         cpu.log_what_replaces_gpus()
+        _warn_of_flags_without_effect(args)
         # torchrun tells it, and starts a process for each GPU.
         per_node = int(run.environment.get("LOCAL_WORLD_SIZE", 1))
         try:
@@ -99,6 +104,17 @@ def check_arguments(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., A
         return answer
 
     return validate_args
+
+
+def _warn_of_flags_without_effect(args: Namespace) -> None:
+    """Warns of our flags that do nothing because `--distca` is not given.
+
+    They are no error: a comparison with plain Megatron is the same command without `--distca`.
+    """
+    if args.rank == 0 and not args.distca:
+        names = [name for name in given_in_vain(args) if name not in APPLY_WITHOUT_DISTCA]
+        if names:
+            logger.warning("no effect without --distca: %s", ", ".join(names))
 
 
 def beside_servers(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., Any]:
@@ -163,7 +179,9 @@ def after_preflight(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., A
         from megatron_patches.loop.preflight import preflight
 
         run.progress.enter("the checks of files and flags")
-        held.enter_context(preflight(run.config, arguments_with_vocabulary(), run.environment))
+        run.save_lock = held.enter_context(
+            preflight(run.config, arguments_with_vocabulary(), run.environment)
+        )
         run.progress.enter("the building of the model")
         model, *others = theirs(*args, **kwargs)
         run.progress.enter("the opening of the data")

@@ -49,7 +49,7 @@ INTEGRITY = "integrity.json"
 
 def preflight(
     config: DistcaConfig, args: Namespace, environment: Mapping[str, str]
-) -> AbstractContextManager[object]:
+) -> AbstractContextManager[SaveLock | None]:
     """Tries what the flags name and locks `--save`. Collective.
 
     Args:
@@ -63,7 +63,7 @@ def preflight(
     Raises:
         SystemExit: something cannot be used, which the first rank has logged.
     """
-    held: AbstractContextManager[object] = contextlib.nullcontext()
+    held: AbstractContextManager[SaveLock | None] = contextlib.nullcontext()
 
     def take() -> None:
         nonlocal held

@@ -19,6 +19,7 @@ from megatron_patches.flags.validation import validate
 from megatron_patches.loop.evaluation import Evaluation
 from megatron_patches.loop.late_ranks import RankWatch, watch_ranks
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.loop.save_lock import SaveLock
 from megatron_patches.loop.step_log import StepLog
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.pipeline.progress import Progress
@@ -38,6 +39,7 @@ class LoopRun:
         progress: how far this rank is.
         log: figures of the steps since the last log line.
         watch: watch over all ranks, once they have met; None: there is none.
+        save_lock: lock of `--save`, on the first rank; None: there is none.
     """
 
     environment: Mapping[str, str]
@@ -48,6 +50,7 @@ class LoopRun:
     progress: Progress = field(default_factory=Progress)
     log: StepLog = field(default_factory=StepLog)
     watch: RankWatch | None = None
+    save_lock: SaveLock | None = None
     _config: DistcaConfig | None = None
 
     @property

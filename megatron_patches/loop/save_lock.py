@@ -25,10 +25,14 @@ class SaveLock:
 
     Args:
         file: the file, locked.
+        folder: folder of `--save`.
+        environment: variables, in which a launcher names the job.
     """
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str], folder: Path, environment: Mapping[str, str]) -> None:
         self._file = file
+        self._folder = folder
+        self._environment = environment
 
     @staticmethod
     def take(folder: Path, environment: Mapping[str, str]) -> SaveLock:
@@ -63,7 +67,26 @@ class SaveLock:
         file.truncate(0)
         file.write(f"{_this_process(environment)}\n")
         file.flush()
-        return SaveLock(file)
+        return SaveLock(file, folder, environment)
+
+    def renew(self) -> None:
+        """Locks the folder again if it, or the file in it, was deleted since.
+
+        A deleted file stays locked, but another job would make and lock a new one.
+
+        Raises:
+            ValueError: another job has locked the folder since.
+            OSError: the folder cannot be made, or written to.
+        """
+        try:
+            there = (self._folder / LOCK).stat()
+        except FileNotFoundError:
+            there = None
+        if there is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
+            logger.warning("--save %s was deleted while this job ran: locked again", self._folder)
+            replacement = SaveLock.take(self._folder, self._environment)
+            self._file.close()
+            self._file = replacement._file
 
     def __enter__(self) -> SaveLock:
         return self

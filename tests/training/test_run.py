@@ -172,6 +172,13 @@ def test_bad_flags_are_refused_before_anything_starts(corpus) -> None:
     assert time.monotonic() - start_time < 60
 
 
+def test_a_plain_run_names_the_flags_that_have_no_effect_in_it(corpus) -> None:
+    flags = ["--distca-tolerance", "0.2", "--distca-max-document-length", "64"]
+    _, output = run(2, corpus, "--train-iters", "2", *flags)
+    (line,) = (line for line in output.splitlines() if "no effect without --distca" in line)
+    assert line.endswith("no effect without --distca: --distca-tolerance")
+
+
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
 
 

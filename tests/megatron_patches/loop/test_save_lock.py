@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -62,3 +63,41 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
     with SaveLock.take(tmp_path, {}):
         assert "without locks (No locks available)" in caplog.text
         assert Path(tmp_path, LOCK).read_text().startswith("process ")
+
+
+def taken_by_another_process(folder: Path) -> bool:
+    """Whether another process can lock the folder. Its lock goes with it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            SaveLock.take(folder, {})
+        except ValueError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("deleted", ["folder", "file"])
+def test_a_folder_that_was_deleted_is_locked_again(deleted, tmp_path, caplog) -> None:
+    folder = tmp_path / "save"
+    with SaveLock.take(folder, {}) as lock:
+        lock.renew()
+        assert "deleted" not in caplog.text
+        if deleted == "folder":
+            shutil.rmtree(folder)
+        else:
+            (folder / LOCK).unlink()
+        assert taken_by_another_process(folder)
+        lock.renew()
+        assert "was deleted while this job ran: locked again" in caplog.text
+        assert not taken_by_another_process(folder)
+    assert taken_by_another_process(folder)
+
+
+def test_a_deleted_folder_that_another_job_has_locked_is_not_saved_to(holder, tmp_path) -> None:
+    folder = tmp_path / "save"
+    (folder / LOCK).rename(folder / "theirs")
+    with SaveLock.take(folder, {}) as lock:
+        (folder / "theirs").rename(folder / LOCK)
+        with pytest.raises(ValueError, match=f"in use by process {holder} on "):
+            lock.renew()
