@@ -13,12 +13,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from distca.inference.attention_runner import ForwardContext
 from distca.inference.models import ServedModel
+from distca.inference.runnable import RunnableModel
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class _Recording:
     """The graphs of one number of rows.
 
     Args:
-        model: model of transformers.
+        model: model whose layers are captured.
         size: rows.
         windows: see `ForwardContext`.
         device: device of the model.
@@ -160,22 +161,17 @@ class _Recording:
 
     def __init__(
         self,
-        model: Any,
+        model: RunnableModel,
         size: int,
         windows: Sequence[int | None],
         device: torch.device,
         capture: Capture,
     ) -> None:
-        self._ids, self._positions = torch.zeros((2, 1, size), dtype=torch.int64, device=device)
+        self._ids, self._positions = torch.zeros((2, size), dtype=torch.int64, device=device)
+        every = torch.arange(size, device=device)
 
         def run(recorder: _Recorder) -> torch.Tensor:
-            out = model(
-                input_ids=self._ids,
-                position_ids=self._positions,
-                use_cache=False,
-                distca_run=recorder,
-            )
-            return out.logits[0]  # type: ignore[no-any-return]
+            return model.logits(self._ids, self._positions, every, recorder)
 
         with capture.prepared():
             # Libraries make room for themselves when they are first called.
@@ -189,7 +185,7 @@ class _Recording:
     def run(self, ids: torch.Tensor, positions: torch.Tensor, run: ForwardContext) -> torch.Tensor:
         """Logits of a step's rows, `[rows, vocabulary]`."""
         rows = len(ids)
-        self._ids[0, :rows], self._positions[0, :rows] = ids, positions
+        self._ids[:rows], self._positions[:rows] = ids, positions
         for piece in self._pieces:
             piece.replay()
             q, k, v = (each[:rows] for each in piece.inputs)
@@ -202,14 +198,18 @@ class DecodeGraphs:
     """Graphs of a model on a rank, captured when a number of rows first comes.
 
     Args:
-        model: model of transformers.
+        model: model whose layers are captured.
         windows: see `ForwardContext`.
         device: device of the model.
         capture: what captures.
     """
 
     def __init__(
-        self, model: Any, windows: Sequence[int | None], device: torch.device, capture: Capture
+        self,
+        model: RunnableModel,
+        windows: Sequence[int | None],
+        device: torch.device,
+        capture: Capture,
     ) -> None:
         self._model, self._windows, self._device = model, windows, device
         self._capture = capture

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,8 @@ from distca.attention.softcap import SoftCapped
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.cuda_graphs import Capture, DecodeGraphs
 from distca.inference.finite import Outputs, first_of_all_ranks
-from distca.inference.models import IMPLEMENTATION, ServedModel, need_transformers
+from distca.inference.models import ServedModel
+from distca.inference.runnable import LayerAttention
 from distca.inference.step import Step
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
@@ -54,10 +54,9 @@ class ModelRunner:
         capture: Capture | None = None,
         computes: bool = True,
     ) -> None:
-        # Without a function for masks of this name transformers makes none: the plan has it.
-        need_transformers().AttentionInterface.register(IMPLEMENTATION, _attend)
         self._served, self._device = model, device
-        self._model = model.load(device, ranks=tensor_ranks) if computes else model.outline()
+        self._model = model.runnable(device, tensor_ranks, computes)
+        assert len(self._model.scales) == len(model.windows), "layers of another kind"
         self._speaks, self._sharing = tensor_ranks.rank == 0, tensor_ranks.sharing
         if model.softcap is not None:
             assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
@@ -75,17 +74,11 @@ class ModelRunner:
         self._graphs = (
             None if capture is None else DecodeGraphs(self._model, model.windows, device, capture)
         )
-        self._scales = {
-            int(module.layer_idx): float(module.scaling)
-            for module in self._model.modules()
-            if hasattr(module, "layer_idx") and hasattr(module, "scaling")
-        }
-        assert sorted(self._scales) == list(range(len(model.windows))), "layers of another kind"
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights."""
-        there = (each for each in self._model.parameters() if not each.is_meta)
+        there = (each for each in self._model.module.parameters() if not each.is_meta)
         return sum(each.nbytes for each in there)
 
     @property
@@ -123,7 +116,7 @@ class ModelRunner:
         """
         run = self._steps.begin(step)
         if not len(run.slots):
-            # A model of transformers does not run without tokens.
+            # Models do not run without tokens.
             for layer in range(len(self._served.windows)):
                 self._serve(run, layer)
             return {}
@@ -158,7 +151,7 @@ class ModelRunner:
         run: ForwardContext,
     ) -> torch.Tensor:
         """Logits of the rows that are given, `[rows, vocabulary]`."""
-        attends: Any = run
+        attends: LayerAttention = run
         with contextlib.ExitStack() as stack:
             if step.shared is not None:
                 assert self._sharing is not None, "ranks that share no rows"
@@ -166,15 +159,7 @@ class ModelRunner:
                 rows = torch.arange(own.stop - own.start, device=rows.device)
                 if step.shared.layout == "sp-ntp":
                     attends, positions = self._sharing.scattered(run), positions[own]
-            found = self._model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=rows,
-                distca_run=attends,
-            )
-        logits: torch.Tensor = found.logits[0]
-        return logits
+            return self._model.logits(ids, positions, rows, attends)
 
     def where_not_finite(self, last: tuple[Step, Mapping[int, Sequence[int]]] | None) -> str:
         """Says where the model stops being finite in a step that has run. Collective.
@@ -193,7 +178,7 @@ class ModelRunner:
         outputs, graphs, self._graphs = Outputs(), self._graphs, None
         if last is not None:
             step, tokens = last
-            with outputs.watched(self._model):
+            with outputs.watched(self._model.module):
                 self.run(replace(step, blocks={}), tokens)
         self._graphs = graphs
         found = first_of_all_ranks(outputs.first)
@@ -206,30 +191,8 @@ class ModelRunner:
             torch.empty((0, heads, shape.head_dim), dtype=dtype, device=self._device)
             for heads in (shape.heads, shape.kv_heads)
         )
-        run.attend(layer, q, kv, kv, self._scales[layer])
+        run.attend(layer, q, kv, kv, self._model.scales[layer])
 
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""
         self._steps.drop(sequence)
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    scaling: float,
-    dropout: float = 0.0,
-    *,
-    distca_run: ForwardContext,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
-    layer = int(module.layer_idx)
-    window = distca_run.windows[layer]
-    assert sliding_window is None or window == sliding_window - 1, "a layer has another window"
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    return distca_run.attend(layer, q.contiguous(), k, v, scaling, s_aux)[None], None

@@ -14,6 +14,7 @@ import torch
 from distca.checkpoints.weights import Checkpoint
 from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
+from distca.inference.runnable import RunnableModel
 from distca.inference.tensor_parallel import (
     ALONE,
     TensorRanks,
@@ -21,12 +22,10 @@ from distca.inference.tensor_parallel import (
     load_slice,
     slice_config,
 )
+from distca.inference.transformers_model import IMPLEMENTATION, TransformersModel, register
 from distca.plan import Mask
 
 logger = logging.getLogger(__name__)
-
-IMPLEMENTATION = "distca"
-"""Name under which transformers knows our attention."""
 
 FAMILIES = (
     "llama",
@@ -194,9 +193,24 @@ class ServedModel:
             model = self.checkpoint.load(self.dtype, attention)
         return model.to(device).eval()
 
-    def outline(self) -> Any:
-        """Makes the model without any weights: what its layers are, for ranks that serve them."""
-        return self.checkpoint.outline(IMPLEMENTATION, self.dtype)
+    def runnable(
+        self, device: torch.device, ranks: TensorRanks = ALONE, computes: bool = True
+    ) -> RunnableModel:
+        """Makes the model that runs on a rank.
+
+        Args:
+            device: device of the weights.
+            ranks: ranks that share each layer.
+            computes: whether this rank has weights; else it knows what its layers are, and serves
+                them.
+
+        Raises:
+            ValueError: see `load`.
+        """
+        register(need_transformers())
+        if computes:
+            return TransformersModel(self.load(device, ranks=ranks))
+        return TransformersModel(self.checkpoint.outline(IMPLEMENTATION, self.dtype))
 
 
 def read_model(

@@ -23,7 +23,7 @@ from distca.inference.messages import (
     SampledToken,
     Scores,
 )
-from distca.inference.models import DTYPES, read_model
+from distca.inference.models import DTYPES, ServedModel, read_model
 from distca.inference.pool_model import PoolModel
 from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
 from distca.inference.sequence_parallel import share_rows
@@ -84,6 +84,7 @@ class Worker:
         settings: configuration of the engine.
         device: device of the weights.
         trace: timeline of the iterations; None: there is none.
+        model: the model, if it is read by now; None: transformers' of the configuration.
 
     Attributes:
         logits: logits of the tokens that this process chose in the last iteration, by sequence,
@@ -91,13 +92,18 @@ class Worker:
     """
 
     def __init__(
-        self, settings: EngineConfig, device: torch.device, trace: Trace | None = None
+        self,
+        settings: EngineConfig,
+        device: torch.device,
+        trace: Trace | None = None,
+        model: ServedModel | None = None,
     ) -> None:
         self._settings, self._device = settings, device
         self._trace = trace or Trace(device)
         size = settings.tensor_parallel_size
         dtype, trusted = DTYPES[settings.dtype], settings.trust_remote_code
-        model = read_model(settings.model, dtype, size, trusted, checks_weights=False)
+        if model is None:
+            model = read_model(settings.model, dtype, size, trusted, checks_weights=False)
         timeout = timedelta(seconds=settings.step_timeout)
         group, tensor_ranks = join_ranks(size, timeout)
         if settings.split is not None:

@@ -21,6 +21,7 @@ from distca.inference.config import EngineConfig
 from distca.inference.engine import Engine, Iteration
 from distca.inference.llm import join_processes
 from distca.inference.messages import AddRequest, ModelOutput, decoder, encode
+from distca.inference.models import ServedModel
 from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 from distca.plan.span import Int64s
@@ -96,12 +97,15 @@ class PrefillRank:
         config: configuration of the engine.
         chunk: tokens of a chunk of the hand-off.
         lease: seconds without a word after which an engine counts as dead.
+        model: the model, if it is read by now; None: transformers' of the configuration.
 
     Attributes:
         counts: what was done so far.
     """
 
-    def __init__(self, config: EngineConfig, chunk: int, lease: float) -> None:
+    def __init__(
+        self, config: EngineConfig, chunk: int, lease: float, model: ServedModel | None = None
+    ) -> None:
         assert config.tensor_parallel_size == 1, "rows of all heads lie on their rank"
         device = join_processes(config)
         self._config, self._chunk, self._lease = config, chunk, lease
@@ -109,7 +113,7 @@ class PrefillRank:
         # What ranks agree on lies on the host.
         timeout = timedelta(seconds=config.step_timeout)
         self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._worker = Worker(config, device)
+        self._worker = Worker(config, device, model=model)
         self._worker.watch(self)
         blocks = torch.tensor(self._worker.room)
         dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)
