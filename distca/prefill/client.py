@@ -1,25 +1,29 @@
 """The engine's side: prompts are asked for, and rows are given to whoever writes them.
 
-Nothing here runs by itself: `poll` reads what has come, on the thread that calls it. So rows are
-written between two of the engine's steps, and none are once a prompt has ended.
+Rows are given out by `poll`, on the thread that calls it. So they are written between two of the
+engine's steps, and none are once a prompt has ended. A thread of the client keeps the connection:
+steps of the engine may take longer than a lease, and an engine without work takes none.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import torch
 import zmq
 
-from distca.inference.messages import decoder, encode
+from distca.inference.messages import Message, decoder, encode
 from distca.plan.span import Int64s, expand_ranges
 from distca.prefill.messages import (
     Event,
@@ -30,6 +34,7 @@ from distca.prefill.messages import (
     Refusal,
     Rows,
     ToClient,
+    Unknown,
     Welcome,
     event_of,
     message_of,
@@ -42,9 +47,11 @@ logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 62
 _BEATS_A_LEASE = 4
-_SECONDS_TO_GREET = 1.0
-_FIRST_LEASE = 10.0
-"""Seconds until it is said again who is there, before the ranks have told their lease."""
+_FIRST_LEASE = 2.0
+"""Lease until the ranks have told theirs: it is said a few times in it who is there."""
+
+Outcome = Literal["loaded", "failed", "cancelled"]
+"""How the transfer of a prompt ended."""
 
 OnRows = Callable[[Transfer, int, Int64s, torch.Tensor, torch.Tensor], None]
 """Function of a transfer, a layer, positions int64 `[rows]`, and their keys and values,
@@ -57,11 +64,25 @@ class Ended:
 
     Attributes:
         transfer: the engine's number, and epoch.
+        outcome: `loaded` if all rows have been given out, `cancelled` if the engine asked for it.
         failure: why rows are missing; empty if all have been given out.
     """
 
     transfer: Transfer
+    outcome: Outcome
     failure: str
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Rows that have come, with the frames of keys and values."""
+
+    rows: Rows
+    frames: list[bytes]
+
+
+_Mail = _Landing | Event | Welcome | Unknown
+"""What `poll` works on."""
 
 
 class HandshakeError(ValueError):
@@ -107,10 +128,17 @@ class PrefillClient:
         self._ended: list[Ended] = []
         # Prompts whose end was told before the ranks confirmed it.
         self._told: set[Transfer] = set()
-        self._heard = self._beat_due = self._greet_due = 0.0
+        # What has come and `poll` has not looked at, with the time when it came.
+        self._mail: deque[tuple[float, _Mail]] = deque()
+        self._heard = self._beat_due = 0.0
         self.state = Pong()
         self.refused: str | None = None
         self.welcome: Welcome | None = None
+        # Of the sockets, and of what is written above by both threads.
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="distca prefill", daemon=True)
+        self._thread.start()
 
     @property
     def ready(self) -> bool:
@@ -153,13 +181,13 @@ class PrefillClient:
             priority: prompts of a lower number are computed first.
             salt: only prompts of the same salt share keys and values.
         """
-        self._greet()
+        self._read(0.0)
         welcome = self.welcome
         if welcome is None or not self.ready:
-            self._ended.append(Ended(transfer, "the prefill ranks are not there"))
+            self._ended.append(Ended(transfer, "failed", "the prefill ranks are not there"))
             return
         chunks = -(-(len(tokens) - start) // welcome.chunk)
-        self._front.send(encode(Prefill(transfer, list(tokens), start, priority, salt)))
+        self._send(Prefill(transfer, list(tokens), start, priority, salt))
         self._apply(hand.Begin(transfer, chunks, welcome.layers, 0))
         for chunk in range(chunks):
             # The blocks of the whole prompt are there, so all of it may be sent at once: nobody
@@ -170,7 +198,7 @@ class PrefillClient:
         """Ends a prompt: none of its rows are given out from now on."""
         if transfer in self._receiver.incoming:
             self._apply(hand.Cancel(transfer))
-            self._tell(transfer, "cancelled")
+            self._tell(transfer, "cancelled", "cancelled")
 
     def poll(self, seconds: float = 0.0) -> list[Ended]:
         """Reads what has come; returns the prompts that have ended since the last call.
@@ -184,56 +212,72 @@ class PrefillClient:
 
     def close(self) -> None:
         """Ends the connection; the prefill ranks notice it by their lease."""
+        self._closed.set()
+        self._thread.join()
         for each in (self._front, self._inbox):
             each.close(linger=0)
 
-    def _greet(self) -> None:
-        """Finds out whether the ranks are there, if that is not known: an engine without work reads
-        nothing, and they may have started again meanwhile."""
-        now = time.monotonic()
-        if self.ready or now < self._greet_due:
-            return
-        # Whoever waited in vain does not wait again for each prompt.
-        self._greet_due = now + self._receiver.lease
-        self._beat_due = 0.0
-        while not self.ready and time.monotonic() < now + _SECONDS_TO_GREET:
-            self._read(0.01)
+    def _keep(self) -> None:
+        """Keeps the connection, on a thread of its own."""
+        while not self._closed.is_set():
+            with self._lock:
+                self._fetch(0)
+                self._beat()
+            self._closed.wait(self._lease / _BEATS_A_LEASE / 4)
 
-    def _read(self, seconds: float) -> None:
-        self._beat()
-        left = int(1000 * seconds)
-        while ready := dict(self._poller.poll(left)):
-            left = 0
-            if self._front in ready:
-                self._hear(self._to_client.decode(self._front.recv()))
-            if self._inbox in ready:
-                header, *frames = self._inbox.recv_multipart()
-                self._land(self._rows.decode(header), frames)
+    @property
+    def _lease(self) -> float:
+        return self._receiver.lease if self.welcome is None else self.welcome.lease
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            self._front.send(encode(message))
 
     def _beat(self) -> None:
-        """Says a few times in a lease that this process is there."""
+        """Says a few times in a lease that this process is there, and works on its prompts."""
         now = time.monotonic()
         if now < self._beat_due:
             return
-        self._beat_due = now + self._receiver.lease / _BEATS_A_LEASE
-        self._front.send(encode(self._hello if self.welcome is None else Ping()))
-        self._apply(hand.Tick())
+        self._beat_due = now + self._lease / _BEATS_A_LEASE
+        self._send(self._hello if self.welcome is None else Ping())
+        # No time passes for this one, so it only says that prompts are waited for.
+        _, actions = receive(self._receiver, hand.Tick(), -math.inf)
+        for action in actions:
+            assert isinstance(action, hand.Send), "a lease cannot end"
+            self._send(message_of(action.message))
+
+    def _fetch(self, milliseconds: int) -> None:
+        """Takes in what has come. Called with the lock."""
+        while ready := dict(self._poller.poll(milliseconds)):
+            milliseconds, self._heard = 0, time.monotonic()
+            try:
+                if self._front in ready:
+                    self._hear(self._to_client.decode(self._front.recv()))
+                if self._inbox in ready:
+                    header, *frames = self._inbox.recv_multipart()
+                    landing = _Landing(self._rows.decode(header), frames)
+                    self._check(landing)
+                    self._mail.append((self._heard, landing))
+            except (msgspec.MsgspecError, ValueError) as error:
+                # Whoever reaches the address can send anything.
+                logger.warning("a message cannot be read: %s", error)
+
+    def _check(self, landing: _Landing) -> None:
+        """Raises ValueError if the frames do not have the bytes of the rows."""
+        count = sum(end - start for start, end in landing.rows.pieces)
+        size = count * math.prod(self._row_shape) * self._dtype.itemsize
+        if [len(frame) for frame in landing.frames] != [size, size] or not size:
+            raise ValueError(f"{count} rows are not two frames of {size} bytes")
 
     def _hear(self, message: Any) -> None:
-        """Takes a message of the front."""
-        self._heard = time.monotonic()
+        """Takes a message of the front. Called with the lock."""
         if isinstance(message, Event):
-            if message.reason:
-                logger.warning("the prefill ranks refuse a prompt: %s", message.reason)
-            event = event_of(message)
-            assert isinstance(event, hand.Drained | hand.Beat), "what a sender says"
-            self._apply(event)
+            self._mail.append((self._heard, message))
         elif isinstance(message, Welcome):
             # A greeting that was said twice is answered twice.
             if self.welcome is None or self.welcome.instance != message.instance:
-                self._lose("the prefill ranks have started again")
+                self._mail.append((self._heard, message))
                 self.welcome, self.refused = message, None
-                self._receiver = Receiver(_UNBOUNDED, _UNBOUNDED, message.lease)
         elif isinstance(message, Refusal):
             if self.refused != message.reason:
                 logger.error("the prefill ranks refuse this engine: %s", message.reason)
@@ -242,8 +286,30 @@ class PrefillClient:
             self.state = message
         else:
             # They have started again, and know nothing of what was under way.
-            self._lose("the prefill ranks have started again")
+            self._mail.append((self._heard, message))
             self.welcome, self._beat_due = None, 0.0
+            self._beat()
+
+    def _read(self, seconds: float) -> None:
+        """Works on what has come, in the order in which it came."""
+        with self._lock:
+            self._fetch(0 if self._mail else int(1000 * seconds))
+            mail, self._mail = self._mail, deque()
+        for came, message in mail:
+            if isinstance(message, _Landing):
+                self._land(message.rows, message.frames, came)
+            elif isinstance(message, Event):
+                if message.reason:
+                    logger.warning("the prefill ranks refuse a prompt: %s", message.reason)
+                event = event_of(message)
+                assert isinstance(event, hand.Drained | hand.Beat), "what a sender says"
+                self._apply(event, came)
+            else:
+                self._lose("the prefill ranks have started again")
+                if isinstance(message, Welcome):
+                    with self._lock:
+                        self._receiver = Receiver(_UNBOUNDED, _UNBOUNDED, message.lease)
+        self._apply(hand.Tick())
 
     def _lose(self, reason: str) -> None:
         """Ends all prompts that are under way."""
@@ -251,12 +317,11 @@ class PrefillClient:
             self._tell(transfer, reason)
             self._apply(hand.Drained(transfer))
 
-    def _land(self, rows: Rows, frames: Sequence[bytes]) -> None:
+    def _land(self, rows: Rows, frames: Sequence[bytes], came: float) -> None:
         """Gives rows out, unless their prompt has ended."""
         known = self._receiver.incoming.get(rows.transfer)
         if known is None or known.phase != "receiving":
             return
-        self._heard = time.monotonic()
         starts, ends = np.array(rows.pieces, dtype=np.int64).T
         positions = expand_ranges(starts, ends - starts)
         keys, values = (
@@ -268,15 +333,24 @@ class PrefillClient:
         self._arrived[layer] += len(positions)
         if self._arrived[layer] == rows.expected:
             del self._arrived[layer]
-            self._apply(hand.Landed(*layer))
+            self._apply(hand.Landed(*layer), came)
 
-    def _apply(self, event: hand.ReceiverEvent) -> None:
-        """Applies an event to the receiving side, and does what it asks for."""
-        self._receiver, actions = receive(self._receiver, event, time.monotonic())
+    def _apply(self, event: hand.ReceiverEvent, came: float | None = None) -> None:
+        """Applies an event to the receiving side, and does what it asks for.
+
+        Args:
+            event: an event.
+            came: when it came; None: now.
+        """
+        now = time.monotonic() if came is None else came
+        with self._lock:
+            self._receiver, actions = receive(self._receiver, event, now)
         for action in actions:
             match action:
                 case hand.Send(message):
-                    self._front.send(encode(message_of(message)))
+                    # Beats are the thread's.
+                    if not isinstance(message, hand.Beat):
+                        self._send(message_of(message))
                 case hand.Start(transfer):
                     # All rows are written: nothing is left to do here.
                     self._apply(hand.Started(transfer))
@@ -290,9 +364,9 @@ class PrefillClient:
                     self._tell(transfer, reason)
                     self._told.discard(transfer)
 
-    def _tell(self, transfer: Transfer, failure: str) -> None:
+    def _tell(self, transfer: Transfer, failure: str, outcome: Outcome = "failed") -> None:
         if transfer not in self._told:
-            self._ended.append(Ended(transfer, failure))
+            self._ended.append(Ended(transfer, outcome if failure else "loaded", failure))
         if transfer in self._receiver.incoming:
             self._told.add(transfer)
 
@@ -303,12 +377,20 @@ def _with_inbox(hello: Hello, inbox: str) -> Hello:
 
 
 def own_host(address: str) -> str:
-    """Address of this machine, as the machine at an address sees it."""
-    place = urlsplit(address)
-    if place.scheme != "tcp" or not place.hostname or not place.port:
-        raise ValueError(f"{address}: give an address as tcp://HOST:PORT")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the kernel only chooses the interface.
-        probe.connect((place.hostname, place.port))
-        host: str = probe.getsockname()[0]
-    return host
+    """Returns the address of this machine, as the machine at an address sees it.
+
+    Raises:
+        ValueError: the address cannot be read, or its host cannot be found.
+    """
+    why, place = "", urlsplit(address)
+    try:
+        # Asking for a port raises if it is none.
+        if place.scheme == "tcp" and place.hostname and place.port:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                # Nothing is sent: the kernel only chooses the interface.
+                probe.connect((place.hostname, place.port))
+                host: str = probe.getsockname()[0]
+                return host
+    except (ValueError, OSError) as error:
+        why = f" ({error})"
+    raise ValueError(f"{address}: give an address as tcp://HOST:PORT{why}")

@@ -3,18 +3,12 @@
 vLLM makes two of them. The one of its scheduler chooses the prompts that are asked for. The one of
 each worker asks for them, and writes the rows that come into vLLM's blocks, between two of vLLM's
 steps. If rows are missing in the end, vLLM computes the prompt itself.
-
-Settings, in `kv_connector_extra_config`:
-
-* `distca_address`: where `distca prefill` listens, `tcp://HOST:PORT`;
-* `distca_min_tokens`: prompts of fewer tokens that vLLM does not have yet are vLLM's own; 1024;
-* `distca_connect_seconds`: how long a worker waits for the ranks at its start; 10.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,10 +23,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
 from distca.plan.span import Int64s
-from distca.prefill.client import PrefillClient, own_host
+from distca.prefill.client import PrefillClient
 from distca.prefill.facts import model_facts
 from distca.prefill.messages import Hello
 from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.vllm.settings import Settings, checked_settings
+from distca.vllm.stats import PrefillMetrics, PrefillStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,10 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.distca")
 
-MIN_TOKENS = 1024
-"""Fewest tokens that are asked for, where the user does not say."""
-
-_CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 0.01
 """Seconds that a worker waits for rows where vLLM has nothing else to do."""
 
@@ -100,11 +92,9 @@ class DistCAConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        check(vllm_config)
-        address = _extra(vllm_config, "distca_address", None)
-        scheduler = role == KVConnectorRole.SCHEDULER
-        self._asks = _Asks(vllm_config, address) if scheduler else None
-        self._loads = None if scheduler else _Writes(vllm_config, address)
+        settings, scheduler = checked_settings(vllm_config), role == KVConnectorRole.SCHEDULER
+        self._asks = _Asks(vllm_config, settings) if scheduler else None
+        self._loads = None if scheduler else _Writes(vllm_config, settings)
 
     # Of vLLM's scheduler.
 
@@ -141,6 +131,24 @@ class DistCAConnector(KVConnectorBase_V1):
         assert self._asks is not None
         self._asks.forget(request.request_id)
         return False, None
+
+    # Of both.
+
+    def get_kv_connector_stats(self) -> PrefillStats | None:
+        """Returns what was counted since the last call."""
+        half = self._asks or self._loads
+        assert half is not None
+        return half.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefillStats:
+        """Returns counts that another process has sent."""
+        return PrefillStats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> PrefillMetrics:
+        """Returns the metrics that `/metrics` shows."""
+        return PrefillMetrics(*args)
 
     # Of vLLM's workers.
 
@@ -190,48 +198,68 @@ class _Asks:
 
     Args:
         config: vLLM's configuration.
-        address: where the prefill ranks listen.
+        settings: settings of the connector.
     """
 
-    def __init__(self, config: VllmConfig, address: str) -> None:
-        self._least = int(_extra(config, "distca_min_tokens", MIN_TOKENS))
+    def __init__(self, config: VllmConfig, settings: Settings) -> None:
+        self._least = settings.min_tokens
         name = f"{config.kv_transfer_config.engine_id}, scheduler"
         # It asks for nothing, but knows whether the ranks work.
         hello = Hello(_facts(config), name)
-        self._client = PrefillClient(address, hello, 1, torch.float32, lambda *_: None)
-        self._open = True
-        self._thread = threading.Thread(target=self._listen, name="distca", daemon=True)
-        self._thread.start()
+        self._client = PrefillClient(settings.address, hello, 1, torch.float32, lambda *_: None)
         self._next = 0
         self._begun: list[Load] = []
         self._cancelled: list[int] = []
         self._under_way: dict[str, int] = {}
+        # Requests that are or were loaded, and those that vLLM computes itself.
         self._asked: set[str] = set()
+        self._declined: set[str] = set()
+        self.stats = PrefillStats()
 
     def wanted(self, request: Request, computed: int) -> int:
         """Tokens of a request that are asked for; 0: vLLM computes it."""
-        welcome = self._client.welcome
+        name = request.request_id
+        if name in self._asked:
+            # After a failure vLLM asks again, and computes the prompt itself.
+            return 0
         # The last token is vLLM's in any case: the one that follows is chosen by it.
         count = request.num_tokens - 1 - computed
-        if welcome is None or not self._client.ready or count < self._least:
-            return 0
-        if request.request_id in self._asked or request.num_tokens - 1 > welcome.capacity:
-            return 0
-        sampling = request.sampling_params
+        reason = self._why_not(request, count)
+        if reason is None:
+            self._declined.discard(name)
+            return int(count)
+        # vLLM asks again for a request that found no room.
+        if name not in self._declined:
+            self._declined.add(name)
+            self.stats.decline(reason)
+        return 0
+
+    def _why_not(self, request: Request, count: int) -> str | None:
+        """Why vLLM computes the last `count` tokens of a request itself; None: it does not."""
+        if count < self._least:
+            return "short"
+        self._client.poll()
+        welcome, sampling = self._client.welcome, request.sampling_params
+        if welcome is None or not self._client.ready:
+            return "unreachable"
+        if request.num_tokens - 1 > welcome.capacity:
+            return "too long"
         if sampling is not None and sampling.prompt_logprobs is not None:
             # Logits of all tokens are wanted, which nobody but vLLM computes.
-            return 0
-        if request.lora_request is not None or request.mm_features:
-            return 0
+            return "prompt_logprobs"
+        if request.lora_request is not None:
+            return "lora"
+        if request.mm_features:
+            return "multimodal"
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-            return 0
-        return int(count)
+            return "prompt_embeds"
+        return None
 
     def begin(self, request: Request, blocks: list[int], count: int) -> None:
         """Asks for the last `count` tokens of a request before its last one."""
         name = request.request_id
-        # After a failure vLLM asks again, and computes the prompt itself.
         self._asked.add(name)
+        self.stats.ask(count)
         tokens = list(request.all_token_ids)[: request.num_tokens - 1]
         salt = (request.cache_salt or "").encode()
         start = len(tokens) - count
@@ -254,18 +282,13 @@ class _Asks:
     def forget(self, name: str) -> None:
         """Notes that a request has ended, and cancels its load."""
         self._asked.discard(name)
+        self._declined.discard(name)
         number = self._under_way.pop(name, None)
         if number is not None:
             self._cancelled.append(number)
 
     def close(self) -> None:
-        self._open = False
-        self._thread.join(2.0)
         self._client.close()
-
-    def _listen(self) -> None:
-        while self._open:
-            self._client.poll(0.2)
 
 
 class _Writes:
@@ -273,19 +296,22 @@ class _Writes:
 
     Args:
         config: vLLM's configuration.
-        address: where the prefill ranks listen.
+        settings: settings of the connector.
     """
 
-    def __init__(self, config: VllmConfig, address: str) -> None:
-        self._config, self._address = config, address
+    def __init__(self, config: VllmConfig, settings: Settings) -> None:
+        self._config, self._settings = config, settings
         self._size = config.cache_config.block_size
-        self._seconds = float(_extra(config, "distca_connect_seconds", _CONNECT_SECONDS))
         self._layers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._loads: dict[Transfer, Load] = {}
         self._blocks: dict[Transfer, torch.Tensor] = {}
         self._missing: set[int] = set()
         self._client: PrefillClient | None = None
         self._idle = False
+        self._begun: dict[Transfer, float] = {}
+        # Each worker of a tensor-parallel engine loads a part of the same prompts.
+        self._counts = False
+        self.stats = PrefillStats()
 
     def connect(self, caches: dict[str, torch.Tensor]) -> None:
         """Takes the blocks of each layer, and waits for the ranks.
@@ -298,6 +324,7 @@ class _Writes:
         model, parallel = self._config.model_config, self._config.parallel_config
         size, whole = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
         heads, rank = model.get_num_kv_heads(parallel), get_tensor_model_parallel_rank()
+        self._counts = rank == 0
         hello = Hello(
             _facts(self._config),
             self._config.kv_transfer_config.engine_id,
@@ -308,14 +335,14 @@ class _Writes:
             heads,
         )
         dim, dtype = model.get_head_size(), model.dtype
-        self._client = PrefillClient(self._address, hello, dim, dtype, self._write)
-        if self._client.connect(self._seconds):
-            logger.info("DistCA: connected to the prefill ranks at %s", self._address)
+        self._client = PrefillClient(self._settings.address, hello, dim, dtype, self._write)
+        if self._client.connect(self._settings.connect_seconds):
+            logger.info("DistCA: connected to the prefill ranks at %s", self._settings.address)
         else:
             logger.warning(
                 "DistCA: nobody answers at %s: vLLM computes all prompts until `distca prefill` "
                 "runs there",
-                self._address,
+                self._settings.address,
             )
 
     def take(self, loads: Loads) -> None:
@@ -328,6 +355,7 @@ class _Writes:
             transfer = Transfer(load.number)
             self._loads[transfer] = load
             self._blocks[transfer] = torch.tensor(load.blocks)
+            self._begun[transfer] = time.monotonic()
             self._client.begin(transfer, load.tokens, load.start, load.priority, load.salt)
 
     def ended(self) -> set[str]:
@@ -339,7 +367,11 @@ class _Writes:
             load = self._loads.pop(each.transfer)
             del self._blocks[each.transfer]
             requests.add(load.request)
-            if each.failure:
+            if self._counts:
+                seconds = time.monotonic() - self._begun[each.transfer]
+                self.stats.end(each.outcome, len(load.tokens) - load.start, seconds)
+            del self._begun[each.transfer]
+            if each.outcome == "failed":
                 logger.warning("DistCA: %s is not loaded: %s", load.request, each.failure)
                 first, end = load.start // self._size, -(-len(load.tokens) // self._size)
                 self._missing.update(load.blocks[first:end])
@@ -363,48 +395,11 @@ class _Writes:
         slots = self._blocks[transfer][positions // self._size] * self._size
         slots += positions % self._size
         placed = (each.to(cache.device) for each in (keys, values))
+        self.stats.receive(keys.nbytes + values.nbytes)
         module.impl.do_kv_cache_update(module, *placed, cache, slots.to(cache.device))
-
-
-def _extra(config: VllmConfig, name: str, default: Any) -> Any:
-    return config.kv_transfer_config.get_from_extra_config(name, default)
 
 
 def _facts(config: VllmConfig) -> dict[str, str]:
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     return model_facts(model.hf_text_config, model.model, dtype)
-
-
-def check(config: VllmConfig) -> None:
-    """Refuses, before vLLM loads anything, what cannot work.
-
-    Raises:
-        ValueError: it cannot work; the message says what to change.
-    """
-    transfer, model = config.kv_transfer_config, config.model_config
-    address = _extra(config, "distca_address", None)
-    if not address:
-        raise ValueError(
-            "DistCAConnector needs to know where `distca prefill` listens: add "
-            '"kv_connector_extra_config": {"distca_address": "tcp://HOST:PORT"} to '
-            "--kv-transfer-config"
-        )
-    own_host(address)
-    least = _extra(config, "distca_min_tokens", MIN_TOKENS)
-    if not isinstance(least, int) or least < 1:
-        raise ValueError(f"distca_min_tokens {least}: give at least 1")
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ValueError(
-            'DistCAConnector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: '
-            "else requests fail where the prefill ranks do"
-        )
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError(
-            "DistCAConnector knows no pipeline stages: leave --pipeline-parallel-size out"
-        )
-    if model.use_mla:
-        raise ValueError(
-            f"DistCAConnector: {model.model} has multi-latent attention, which the prefill ranks "
-            "do not compute"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import openai
 
 ROOT = Path(__file__).parents[2]
 MIN_TOKENS = 64
@@ -87,13 +88,26 @@ class Server:
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")
         urllib.request.urlopen(request, timeout=30).close()
 
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the connector: names and labels without those of the engine, and values."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as page:
+            lines = page.read().decode().splitlines()
+        found = [re.match(r"vllm:distca_(\w+)\{(.*)\} (\S+)$", line) for line in lines]
+        labels = r'(engine|model_name)="[^"]*",?'
+        return {
+            match[1] + re.sub(labels, "", match[2]).strip(","): float(match[3])
+            for match in found
+            if match is not None and not match[1].endswith(("_bucket", "_created"))
+        }
+
     def answers(self, bodies: Sequence[dict[str, Any]], at_once: int = 64) -> list[Any]:
         """Answers to requests, many at once; None for those that were given up."""
         return asyncio.run(self._answers(bodies, at_once))
 
     async def _answers(self, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Any]:
         line = asyncio.Semaphore(at_once)
-        async with httpx.AsyncClient(base_url=self.url, timeout=600) as client:
+        url = f"{self.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=600) as client:
 
             async def ask(body: dict[str, Any]) -> Any:
                 async with line:
@@ -102,25 +116,28 @@ class Server:
             return await asyncio.gather(*map(ask, bodies))
 
 
-async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
+async def _ask(client: openai.AsyncOpenAI, body: dict[str, Any]) -> Any:
     """Asks for an answer; `give_up` is the seconds after which the client goes away."""
-    route, give_up = body.pop("route", "/v1/completions"), body.pop("give_up", None)
+    give_up, extra = body.pop("give_up", None), body.pop("extra_body", None)
+    route: Any = client.chat.completions if "messages" in body else client.completions
     try:
         async with asyncio.timeout(give_up):
+            answer = await route.create(**body, extra_body=extra)
             if not body.get("stream"):
-                found = await client.post(route, json=body)
-                found.raise_for_status()
-                (choice,) = found.json()["choices"]
-                return choice["text"] if "text" in choice else choice["message"]["content"]
-            text = ""
-            async with client.stream("POST", route, json=body) as lines:
-                async for line in lines.aiter_lines():
-                    if line.startswith("data: {"):
-                        (choice,) = json.loads(line[6:])["choices"]
-                        text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-            return text
+                return _said(answer.choices[0])
+            parts = [_said(part.choices[0]) async for part in answer if part.choices]
+            return "".join(parts)
     except TimeoutError:
         return None
+
+
+def _said(choice: Any) -> str:
+    """Text of a choice, or of a part of it that was streamed, and arguments of its tool calls."""
+    message = getattr(choice, "message", None) or getattr(choice, "delta", None)
+    if message is None:
+        return str(choice.text)
+    calls = message.tool_calls or []
+    return (message.content or "") + "".join(each.function.arguments or "" for each in calls)
 
 
 @contextmanager
@@ -130,6 +147,7 @@ def vllm_serve(folder: Path, address: str, port: int, log: Path, *flags: str) ->
         # `vllm serve` looks for a package named vllm, and that for CPUs is named otherwise.
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--served-model-name", "model", "--dtype", "float32", "--enforce-eager"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--max-model-len", "8192", "--max-num-batched-tokens", "2048", "--port", str(port)),
         *("--kv-transfer-config", connector(address, distca_connect_seconds=1), *flags),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,8 +10,10 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +34,18 @@ STRATEGIES = {
     "csps": ("--prefill-strategy", "csps", "--ranks-per-node", "1"),
     "sp-ntp": ("--prefill-strategy", "sp-ntp"),
 }
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"page": {"type": "integer"}, "kind": {"enum": ["text", "table"]}},
+            "required": ["kind", "page"],
+        },
+    },
+}
+CHOICE = {"type": "function", "function": {"name": "look_up"}}
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +76,15 @@ def requests(count: int, seed: int) -> list[dict[str, Any]]:
         body: dict[str, Any] = {"model": "model", "max_tokens": 8, "temperature": 0, "seed": 0}
         if number % 7 == 3:
             text = "".join(chr(97 + token % 26) for token in tokens)
-            body |= {"route": "/v1/chat/completions"}
             body |= {"messages": [{"role": "user", "content": text}]}
+            if number % 3 == 1:
+                # A call of the tool, whose arguments have its form.
+                body |= {"tools": [TOOL], "tool_choice": CHOICE, "max_tokens": 64}
         else:
             body |= {"prompt": [token % 256 for token in tokens]}
         if number % 11 == 5:
-            body |= {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}
+            choice = {"choice": ["yes", "no", "perhaps"]}
+            body |= {"extra_body": {"structured_outputs": choice}}
         found.append(body | {"stream": number % 3 == 0})
     return found
 
@@ -102,6 +120,15 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
     assert len(set(expected)) > len(expected) // 3
     longest = max(len(body.get("prompt", ())) for body in bodies)
     assert longest > 2048
+    called = [said for body, said in zip(bodies, expected, strict=True) if "tools" in body]
+    assert called
+    assert all(called)
+    before = server.metrics()
+    sizes = json.loads((server.folder / "config.json").read_text())
+    numbers = sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+    assert before["declined_requests_total" + 'reason="unreachable"'] > len(bodies) // 3
+    assert before["declined_requests_total" + 'reason="short"'] > len(bodies) // 5
+    assert before["asked_requests_total"] == before["received_bytes_total"] == 0
     for name, flags in STRATEGIES.items() if full else list(STRATEGIES.items())[:2]:
         with prefill(server.folder, server.address, server.folder / f"{name}.log", *flags):
             ready(server)
@@ -111,7 +138,17 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
                 length for body in bodies if (length := len(body.get("prompt", ()))) > MIN_TOKENS
             )
             # Beginnings that vLLM has from an earlier prompt are not asked for.
-            assert tokens_received(server) > wanted // 3, name
+            assert (received := tokens_received(server)) > wanted // 3, name
+            after = server.metrics()
+            change = Counter(after)
+            change.subtract(before)
+            # The ranks' own count has the prompt that waited for them.
+            received_tokens = change["loaded_tokens_total"]
+            assert received_tokens == change["asked_tokens_total"] == received - 10
+            assert change["received_bytes_total"] == received_tokens * 2 * numbers * 4
+            loads = change["loads_total" + 'outcome="loaded"']
+            assert loads == change["asked_requests_total"] == change["load_seconds_count"]
+            before = after
 
 
 def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None:
@@ -170,30 +207,49 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
     ("changes", "line"),
     [
         ({"distca_address": None}, 'add "kv_connector_extra_config"'),
+        ({"distca_address": ""}, 'add "kv_connector_extra_config"'),
+        ({"distca_address": 8300}, "give an address as tcp://HOST:PORT"),
         ({"distca_address": "localhost:8300"}, "give an address as tcp://HOST:PORT"),
-        ({"distca_min_tokens": 0}, "distca_min_tokens 0: give at least 1"),
-        ({"policy": "fail"}, 'needs "kv_load_failure_policy": "recompute"'),
-        ({"pipeline": 2}, "leave --pipeline-parallel-size out"),
-        ({"mla": True}, "multi-latent attention"),
+        ({"distca_address": "tcp://127.0.0.1"}, "give an address as tcp://HOST:PORT"),
+        ({"distca_address": "tcp://127.0.0.1:99999"}, "give an address as tcp://HOST:PORT"),
+        ({"distca_address": "http://127.0.0.1:8300"}, "give an address as tcp://HOST:PORT"),
+        ({"distca_address": "tcp://no.such.host.invalid:1"}, "give an address as tcp://HOST:PORT"),
+        ({"distca_adress": "tcp://127.0.0.1:1"}, r"\(is distca_address meant\?\): choose from"),
+        ({"block_size": 3}, "has no setting block_size: choose from distca_address, "),
+        ({"distca_min_tokens": 0}, "distca_min_tokens 0: give a number of at least 1"),
+        ({"distca_min_tokens": "many"}, "distca_min_tokens 'many': give a number"),
+        ({"distca_connect_seconds": -1}, "distca_connect_seconds -1: give seconds"),
+        ({"distca_connect_seconds": "1"}, "distca_connect_seconds '1': give seconds"),
+        ({"kv_role": "kv_producer"}, 'give "kv_role": "kv_consumer"'),
+        ({"kv_load_failure_policy": "fail"}, 'needs "kv_load_failure_policy": "recompute"'),
+        ({"pipeline_parallel_size": 2}, "leave --pipeline-parallel-size out"),
+        ({"use_mla": True}, "multi-latent attention"),
     ],
 )
 def test_mistakes_are_a_line_before_the_model_is_loaded(changes: dict[str, Any], line: str) -> None:
-    from types import SimpleNamespace
-
-    from distca.prefill.client import own_host
-    from distca.vllm import connector
+    from distca.vllm.settings import checked_settings
 
     extra = {"distca_address": "tcp://127.0.0.1:1"} | {
-        name: value for name, value in changes.items() if name.startswith("distca")
+        name: value for name, value in changes.items() if name not in OF_VLLM
     }
-    config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_load_failure_policy=changes.get("policy", "recompute"),
-            get_from_extra_config=lambda name, default: extra.get(name, default),
-        ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline", 1)),
-        model_config=SimpleNamespace(use_mla=changes.get("mla", False), model="a model"),
-    )
-    with pytest.raises(ValueError, match=line):
-        connector.check(config)
-    assert own_host("tcp://127.0.0.1:1") == "127.0.0.1"
+    of_vllm = OF_VLLM | changes | {"kv_connector_extra_config": extra, "model": "a model"}
+    part = SimpleNamespace(**of_vllm)
+    config: Any = SimpleNamespace(kv_transfer_config=part, parallel_config=part, model_config=part)
+    with pytest.raises(ValueError, match=line) as refused:
+        checked_settings(config)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+OF_VLLM = {
+    "kv_role": "kv_consumer",
+    "kv_load_failure_policy": "recompute",
+    "pipeline_parallel_size": 1,
+    "use_mla": False,
+}
+
+
+def test_settings_that_are_right_are_taken() -> None:
+    from distca.vllm.settings import Settings
+
+    extra = {"distca_address": "tcp://127.0.0.1:1", "distca_min_tokens": 7}
+    assert Settings.of(extra) == Settings("tcp://127.0.0.1:1", 7, 10.0)

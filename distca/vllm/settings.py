@@ -1,0 +1,98 @@
+"""Settings of the connector, checked before vLLM loads a model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from distca.prefill.client import own_host
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PREFIX = "distca_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `kv_connector_extra_config` says, as `distca_` and a name of these.
+
+    Attributes:
+        address: where `distca prefill` listens, `tcp://HOST:PORT`.
+        min_tokens: prompts of fewer tokens that vLLM does not have yet are vLLM's own.
+        connect_seconds: how long a worker waits for the ranks at its start.
+
+    Raises:
+        ValueError: a value cannot be used; the message says what to change.
+    """
+
+    address: str
+    min_tokens: int = 1024
+    connect_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.address, str):
+            raise ValueError(f"distca_address {self.address}: give an address as tcp://HOST:PORT")
+        own_host(self.address)
+        if type(self.min_tokens) is not int or self.min_tokens < 1:
+            raise ValueError(f"distca_min_tokens {self.min_tokens!r}: give a number of at least 1")
+        if type(self.connect_seconds) not in (int, float) or not 0 <= self.connect_seconds <= 3600:
+            raise ValueError(
+                f"distca_connect_seconds {self.connect_seconds!r}: give seconds from 0 to 3600"
+            )
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Settings:
+        """Reads `kv_connector_extra_config`.
+
+        Raises:
+            ValueError: a setting is missing, not known, or cannot be used.
+        """
+        names = [_PREFIX + field.name for field in fields(cls)]
+        for name in extra:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                meant = f" (is {near[0]} meant?)" if near else ""
+                raise ValueError(
+                    f"kv_connector_extra_config has no setting {name}{meant}: choose from "
+                    f"{', '.join(names)}"
+                )
+        if not extra.get("distca_address"):
+            raise ValueError(
+                "DistCAConnector needs to know where `distca prefill` listens: add "
+                '"kv_connector_extra_config": {"distca_address": "tcp://HOST:PORT"} to '
+                "--kv-transfer-config"
+            )
+        return cls(**{name.removeprefix(_PREFIX): value for name, value in extra.items()})
+
+
+def checked_settings(config: VllmConfig) -> Settings:
+    """Returns the connector's settings, or refuses what cannot work with it.
+
+    Raises:
+        ValueError: it cannot work; the message says what to change.
+    """
+    transfer, model = config.kv_transfer_config, config.model_config
+    settings = Settings.of(transfer.kv_connector_extra_config)
+    if transfer.kv_role == "kv_producer":
+        raise ValueError(
+            'DistCAConnector only receives: give "kv_role": "kv_consumer" instead of '
+            '"kv_producer" in --kv-transfer-config'
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            'DistCAConnector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: '
+            "else requests fail where the prefill ranks do"
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "DistCAConnector knows no pipeline stages: leave --pipeline-parallel-size out"
+        )
+    if model.use_mla:
+        raise ValueError(
+            f"DistCAConnector: {model.model} has multi-latent attention, which the prefill ranks "
+            "do not compute"
+        )
+    return settings
