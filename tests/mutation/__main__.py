@@ -34,10 +34,15 @@ def main(arguments: list[str] | None = None, root: Path = Path(__file__).parents
     root = root.resolve()
     files = files_of(root)
     code = [name for name in files if name.endswith(".py") and name.split("/")[0] in PACKAGES]
+    if options.code:
+        among = tuple(f"{folder.rstrip('/')}/" for folder in options.code)
+        code = [name for name in code if f"{name}/".startswith(among)]
     every = [name for name in files if re.fullmatch(r"tests/(.+/)?test_[^/]*\.py", name)]
     test_files = options.tests or every
     if options.mutants < 0:
         parser.error(f"--mutants {options.mutants} is negative")
+    if not code:
+        parser.error(f"--code: {', '.join(options.code)}: no code there, from the top folder")
     if unknown := sorted({*test_files} - {*every}):
         parser.error(f"--tests: {', '.join(unknown)}: no files of tests, from the top folder")
     folder = root / "build" / "mutation"
@@ -96,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="FILE",
         help="test files to ask (default: all of them)",
+    )
+    parser.add_argument(
+        "--code",
+        nargs="+",
+        metavar="PATH",
+        help="folders or files whose code is mutated (default: all)",
     )
     parser.add_argument(
         "--again",

@@ -264,8 +264,24 @@ def test_a_mutant_that_was_run_is_not_run_again(root, capfd, monkeypatch):
     assert ran == [every[:4], every[4:], every[:5]]
 
 
+def test_code_of_some_folders_alone_is_mutated(root, monkeypatch):
+    ran = []
+    monkeypatch.setattr(mutation, "run", lambda items, *_: ran.extend(items) or ())
+    monkeypatch.setattr(mutation, "Covering", lambda *_: type("", (), {"tests": None}))
+    for code in (["distca/rooms.py"], ["distca/"], ["distca/__init__.py"]):
+        mutation.main(["--seed", "8", "--mutants", "99", "--code", *code], root)
+        names = {str(mutant.module_path) for item in ran for mutant in item.mutations}
+        assert names == ({ROOMS} if code != ["distca/__init__.py"] else set())
+        ran.clear()
+
+
 @pytest.mark.parametrize(
-    "wrong", [["--mutants", "-1"], ["--mutants", "1", "--tests", "tests/no.py"]]
+    "wrong",
+    [
+        ["--mutants", "-1"],
+        ["--mutants", "1", "--tests", "tests/no.py"],
+        ["--mutants", "1", "--code", "distca/no"],
+    ],
 )
 def test_what_cannot_run_is_refused(root, capsys, wrong):
     with pytest.raises(SystemExit, match="2"):
