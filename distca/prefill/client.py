@@ -277,7 +277,9 @@ class PrefillClient:
             # A greeting that was said twice is answered twice.
             if self.welcome is None or self.welcome.instance != message.instance:
                 self._mail.append((self._heard, message))
-                self.welcome, self.refused = message, None
+                self.welcome, self.refused, self.state = message, None, Pong()
+                # Their lease may be shorter than what was supposed.
+                self._beat_due = 0.0
         elif isinstance(message, Refusal):
             if self.refused != message.reason:
                 logger.error("the prefill ranks refuse this engine: %s", message.reason)

@@ -160,8 +160,33 @@ def test_an_engine_that_was_idle_for_long_asks_at_once() -> None:
     alone.close()
 
 
+def test_an_engine_that_was_busy_for_long_hears_first_who_was_there() -> None:
+    """What has come meanwhile is read before anybody counts as silent."""
+    front = front_of(lease=0.5)
+    client = client_of(front)
+    meet(front, client)
+    client.begin(Transfer(0), [1] * 9, 0)
+    meet(front, client)
+    # The engine computes for long, and the front says that it is there.
+    meet(front, seconds=1.5)
+    failures = []
+    for _ in range(10):
+        front.pump(0.01)
+        failures += client.poll(0.01)
+    assert not failures
+    assert client.under_way == 1
+    # Who is silent indeed is found out.
+    due = time.monotonic() + 5
+    while not failures and time.monotonic() < due:
+        failures += client.poll(0.01)
+    assert [each.failure for each in failures] == ["the prefill side is silent"]
+    client.close()
+    front.close()
+
+
 def test_a_prompt_begins_once_all_processes_of_its_engine_ask() -> None:
-    front = front_of(lease=5.0)
+    # No beats meanwhile.
+    front = front_of(lease=60.0)
     clients = [client_of(front, worker, 2) for worker in range(2)]
     meet(front, *clients)
     clients[0].begin(Transfer(7), [1] * 40, 3)

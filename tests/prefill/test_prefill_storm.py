@@ -22,16 +22,19 @@ from support.small_models import save_small_model
 
 ROOT = Path(__file__).parents[2]
 LEASE = 4.0
+MOST_UNDER_WAY = 16
 
 
 @contextmanager
-def prefill_command(folder: Path, address: str, *flags: str) -> Iterator[subprocess.Popen]:
+def prefill_command(
+    folder: Path, address: str, *flags: str, lease: float = LEASE
+) -> Iterator[subprocess.Popen]:
     """`distca prefill` with two ranks, in processes of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [
         *(sys.executable, "-m", "distca", "prefill", str(folder)),
         *("--context-parallel-size", "2", "--port", address.rsplit(":", 1)[1]),
-        *("--lease", str(LEASE), "--step-timeout", "20", "--kv-cache-memory-bytes", "2000000"),
+        *("--lease", str(lease), "--step-timeout", "20", "--kv-cache-memory-bytes", "2000000"),
         *("--max-num-batched-tokens", "64", "--max-num-seqs", "8", *flags),
     ]
     with (
@@ -55,49 +58,68 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
     return sorted(pid for pid in found if b"prefill" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+def is_cancelled(number: int) -> bool:
+    """Whether the storm cancels a prompt: 1,275 of 1,800."""
+    return number % 3 > 0 or number % 24 == 0
+
+
 def test_a_storm_of_aborts_and_dead_ranks(tmp_path: Path, full: bool) -> None:
-    """Two thirds of the prompts are cancelled at some moment. Ranks are killed and stopped in
-    between, and start again by themselves."""
+    """Most prompts are cancelled at some moment. Ranks are killed and stopped in between, and start
+    again by themselves. Only prompts that are under way then are lost."""
     folder, address = save_small_model("llama", tmp_path), free_address()
     chance, count = random.Random(0), 1800 if full else 90
     prompts = [prompt(n % 11, chance.randint(1, 200)) for n in range(count)]
-    expected: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
     faults = dict.fromkeys(range(count // 6, count, count // 12), signal.SIGKILL) if full else {}
     faults |= {count // 6: signal.SIGKILL, count // 2: signal.SIGSTOP}
-    right, fault_of = 0, ""
-    with prefill_command(folder, address) as launcher:
+    fault_of, lost = "", set[int]()
+    # For minutes all processes wait for cores as well.
+    with prefill_command(folder, address, lease=10.0 if full else LEASE) as launcher:
         reader = Reader(folder, address)
         for number, tokens in enumerate(prompts):
             if number % 5 == 0:
                 # After a fault: until those that have started again have said so.
                 reader.until(partial(reader.is_ready_after, fault_of), 240.0)
+            # An engine has so many sequences at most.
+            reader.until(lambda: reader.client.under_way < MOST_UNDER_WAY, 240.0)
             reader.begin(number, tokens, priority=number % 2)
             if number in faults:
                 assert reader.client.welcome is not None
                 fault_of = reader.client.welcome.instance
                 os.kill(chance.choice(ranks_of(launcher)), faults[number])
+                lost |= {n for n in range(number) if Transfer(n) not in reader.ended}
+            if not reader.is_ready_after(fault_of):
+                lost.add(number)
             for _ in range(chance.randint(0, 3)):
                 reader.poll(0.01)
             if number % 3:
-                for earlier in range(max(number - 3, 0), number + 1):
-                    if earlier % 3:
-                        reader.client.cancel(Transfer(earlier))
+                for earlier in filter(is_cancelled, range(max(number - 3, 0), number + 1)):
+                    reader.client.cancel(Transfer(earlier))
         reader.until(lambda: len(reader.ended) == count, 180.0)
-        # What is ended here is ended there, too, soon after.
-        due = time.monotonic() + 180
-        while reader.client.under_way or reader.client.state.blocks or not reader.client.ready:
-            assert time.monotonic() < due, reader.client.state
-            reader.poll(0.1)
+        # What is ended here is ended there, too, soon after, as they say from now on.
+        before = reader.client.state
+
+        def is_empty() -> bool:
+            state = reader.client.state
+            left = state.waiting + state.running + state.held + state.blocks
+            return state is not before and not left and not reader.client.under_way
+
+        reader.until(is_empty, 180.0)
         reader.client.close()
     assert not reader.late
+    expected: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
     for number, tokens in enumerate(prompts):
-        if reader.ended[Transfer(number)] == "":
-            right += 1
-            theirs = expected.setdefault(tuple(tokens), reference(folder, tokens))
-            for ours, whole in zip(reader.rows[Transfer(number)], theirs, strict=True):
+        failure = reader.ended[Transfer(number)]
+        if failure == "":
+            if tuple(tokens) not in expected:
+                expected[tuple(tokens)] = reference(folder, tokens)
+            rows = zip(reader.rows[Transfer(number)], expected[tuple(tokens)], strict=True)
+            for ours, whole in rows:
                 torch.testing.assert_close(ours, whole, atol=2e-5, rtol=1e-5)
-    # The others were under way when ranks died, or were cancelled.
-    assert right >= count // 9
+        else:
+            assert number in lost or (failure == "cancelled" and is_cancelled(number)), number
+    right = sum(not failure for failure in reader.ended.values())
+    assert right >= sum(not is_cancelled(n) for n in range(count)) - len(lost)
+    assert len(lost) < len(faults) * (MOST_UNDER_WAY + 5)
 
 
 def test_ranks_that_end_leave_nobody_waiting(tmp_path: Path) -> None:
