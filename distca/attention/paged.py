@@ -1,8 +1,8 @@
 """Attention over keys and values that lie in blocks of a pool, where they stay.
 
-A task's keys are rows `first .. used` of a line of a block table. On CPUs runs of neighbouring
-blocks are views of the pool, one kernel call each, which merge by LSE. On GPUs FlashAttention's
-kernels are given the table itself.
+A task's keys are rows `first .. used` of a line of a block table. FlashAttention's kernels on GPUs,
+and our own for decodes on CPUs, are given the table itself. For torch's operators on CPUs, runs of
+neighbouring blocks are views of the pool, one call each, which merge by LSE.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
 from distca.attention.merge import merge_partial
 from distca.attention.paged import PagedKeys
+from distca.attention.paged_cpu import attend_paged, load_paged, suits
 from distca.attention.softcap import CappedCpuAttention
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -78,10 +79,14 @@ class TorchCpuKernel:
         keys: PagedKeys,
         into: Outputs | None = None,
     ) -> Outputs:
-        """See `PagedKernel.forward_paged`: each run of blocks is a view of the pool."""
+        """See `PagedKernel.forward_paged`: our own code computes decodes, if it could be compiled;
+        for torch each run of blocks is a view of the pool."""
         assert not tasks.causal, "a pool's rows lie in the order of blocks"
         if into is None:
             into = q_THD.new_empty(q_THD.shape), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float)
+        if suits(q_THD, k_SHD, tasks) and (compiled := load_paged()) is not None:
+            attend_paged(compiled, q_THD, k_SHD, v_SHD, tasks, keys, into)
+            return into
         (out, lse), run = into, _forward_of(tasks)
         edges = tasks.cu_seqlens_q.tolist()
         for start, stop, runs in zip(edges, edges[1:], keys.runs, strict=False):

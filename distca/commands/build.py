@@ -8,15 +8,17 @@ from pathlib import Path
 
 import torch
 
+from distca.attention.paged_cpu import paged_library
 from distca.commands.command_line import Parser
-from distca.transport.compiled import default_cache, host_library
+from distca.native import default_cache
+from distca.transport.compiled import host_library
 from distca.transport.compiled_cuda import (
     ARCHITECTURES,
     kernels_of_mapped_peers,
     kernels_with_nvshmem,
 )
 
-PARTS = ("shm", "nvshmem", "nvshmem-network")
+PARTS = ("decode", "shm", "nvshmem", "nvshmem-network")
 
 
 def build_parser() -> Parser:
@@ -24,8 +26,9 @@ def build_parser() -> Parser:
     parser = Parser(
         "build",
         """\
-Compiles the native code that moves rows between ranks. A training run compiles what it lacks by
-itself: do it ahead where its machines have no compiler, or so that it need not wait.
+Compiles the native code that moves rows between ranks, and that of decodes on CPUs. A run compiles
+what it lacks by itself: do it ahead where its machines have no compiler, or so that it need not
+wait.
 """,
         """\
 examples:
@@ -37,8 +40,9 @@ examples:
         "parts",
         nargs="*",
         metavar="PART",
-        help="What to compile. shm: for processes of one machine that share memory; nvshmem: for "
-        "GPUs of one machine; nvshmem-network: for GPUs over a network. Default: all.",
+        help="What to compile. decode: for decodes on CPUs like this one; shm: for processes of "
+        "one machine that share memory; nvshmem: for GPUs of one machine; nvshmem-network: for "
+        "GPUs over a network. Default: all.",
     )
     parser.add_argument(
         "--architectures",
@@ -71,8 +75,9 @@ def main(argv: list[str]) -> int:
     architectures = options.architectures or local_architectures() or list(ARCHITECTURES)
     steps: list[tuple[str, Callable[[], Path]]] = []
     for part in options.parts or PARTS:
-        if part == "shm":
-            steps.append((part, lambda: host_library(cache=options.cache)))
+        if part in ("decode", "shm"):
+            library = paged_library if part == "decode" else host_library
+            steps.append((part, lambda library=library: library(cache=options.cache)))  # type: ignore[misc]
             continue
         compile_kernels = kernels_of_mapped_peers if part == "nvshmem" else kernels_with_nvshmem
         for architecture in architectures:

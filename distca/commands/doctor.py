@@ -19,7 +19,8 @@ import torch
 
 from distca import __version__
 from distca.commands.command_line import Parser
-from distca.transport.compiled import default_cache, host_compiler, run
+from distca.native import default_cache, run
+from distca.transport.compiled import compiler as host_compiler
 from distca.transport.compiled_cuda import (
     find_nvcc,
     find_nvshmem,

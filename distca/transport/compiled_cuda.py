@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from distca.transport.compiled import PROTOCOL, kept, run
+from distca.native import kept, run
+from distca.transport.compiled import PROTOCOL
 
 ARCHITECTURES = (80, 90, 100)
 """The compute capabilities that `distca build` compiles for: A100, H100 and H200, B200."""

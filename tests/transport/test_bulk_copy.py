@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.transport.compiled import PROTOCOL, host_compiler, run
+from distca.native import run
+from distca.transport.compiled import PROTOCOL, compiler
 from support.bulk_sizes import BULK_LEAST, CHUNK, RING
 
 MODEL = Path(__file__).parents[1] / "weak" / "bulk_copy.cpp"
@@ -40,7 +41,7 @@ def model(tmp_path_factory) -> Callable[..., ctypes.CDLL]:
                 text = text.replace(before, after)
             (folder / "bulk_copy.h").write_text(text)
             target = folder / "model.so"
-            run([host_compiler(), *FLAGS, f"-I{folder}", str(MODEL), "-o", str(target)])
+            run([compiler(), *FLAGS, f"-I{folder}", str(MODEL), "-o", str(target)])
             built[before, after] = ctypes.CDLL(str(target))
             built[before, after].bulk_copies.restype = ctypes.c_char_p
         return built[before, after]

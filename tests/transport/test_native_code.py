@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distca import native
 from distca.commands import doctor
 from distca.commands.main import main
 from distca.transport import channels, compiled, compiled_cuda, device
@@ -60,7 +61,7 @@ def test_bulk_copies_from_hopper_on(architecture: int, tmp_path: Path) -> None:
         pytest.skip("needs NVIDIA's compiler: pip install 'distca[cuda-compile]'")
     ptx = tmp_path / "device.ptx"
     command = [str(nvcc), "-std=c++17", "-O3", f"-arch=sm_{architecture}", "-ptx"]
-    compiled.run([*command, str(compiled_cuda.SOURCE), "-o", str(ptx)])
+    native.run([*command, str(compiled_cuda.SOURCE), "-o", str(ptx)])
     kernels = re.split(r"\.entry distca_(\w+)", ptx.read_text())
     found = dict(zip(kernels[1::2], kernels[2::2], strict=True))
     for name, body in found.items():
@@ -95,7 +96,7 @@ def test_network_cards_work_while_blocks_copy(tmp_path: Path) -> None:
     ptx = tmp_path / "device.ptx"
     command = [str(nvcc), "-std=c++17", "-O3", "-arch=sm_90", "-ptx", "-rdc=true"]
     command += ["-DDISTCA_NVSHMEM", "-isystem", f"{library}/include"]
-    compiled.run([*command, str(compiled_cuda.SOURCE), "-o", str(ptx)])
+    native.run([*command, str(compiled_cuda.SOURCE), "-o", str(ptx)])
     body = re.split(r"\.entry distca_(\w+)", ptx.read_text())
     send = body[body.index("send") + 1].split(".visible")[0]
     steps = [r"transfer_put_signal", r"cp\.async\.bulk\.wait_group 0;", r"transfer_quiet"]
@@ -136,10 +137,10 @@ def test_nvrtc_compiles_the_same_source(tmp_path: Path) -> None:
 
 
 def test_python_and_native_code_agree_on_the_control_memory() -> None:
-    native = ctypes.CDLL(str(compiled.host_library()))
-    native.distca_control_bytes.restype = ctypes.c_uint64
+    library = ctypes.CDLL(str(compiled.host_library()))
+    library.distca_control_bytes.restype = ctypes.c_uint64
     for ranks in (1, 3, 8, 512):
-        found = native.distca_control_bytes(ranks, channels.CHANNELS)
+        found = library.distca_control_bytes(ranks, channels.CHANNELS)
         assert found == device.control_bytes(ranks)
     words = (compiled.PROTOCOL / "words.h").read_text()
     names = re.search(r"struct Failure \{(.*?)\};", words, re.DOTALL)
@@ -168,7 +169,7 @@ def test_what_was_built_is_kept(tmp_path: Path) -> None:
     (tmp_path / "sources" / "a.h").write_text("1")
 
     def keep(*key: str) -> Path:
-        return compiled.kept("name", tmp_path / "sources", key, build, tmp_path / "cache")
+        return native.kept("name", tmp_path / "sources", key, build, tmp_path / "cache")
 
     assert keep("a") == keep("a")
     assert len(made) == 1
@@ -179,11 +180,12 @@ def test_what_was_built_is_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("cache/*/unfinished*"))
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="Make it writable"):
-        compiled.kept("name", tmp_path / "sources", "a", build, tmp_path / "file")
+        native.kept("name", tmp_path / "sources", "a", build, tmp_path / "file")
 
 
-def test_build(tmp_path: Path, capsys) -> None:
-    assert main(["build", "shm", "--cache", str(tmp_path)]) == 0
+@pytest.mark.parametrize("part", ["shm", "decode"])
+def test_build(tmp_path: Path, capsys, part: str) -> None:
+    assert main(["build", part, "--cache", str(tmp_path)]) == 0
     path = capsys.readouterr().out.split(": ")[1].strip()
     assert Path(path).is_relative_to(tmp_path)
     assert Path(path).exists()
@@ -254,7 +256,7 @@ def test_doctor_misses_greenlet_where_training_needs_it(monkeypatch, trains, sta
 
 def test_a_compiler_that_is_not_there_is_named() -> None:
     with pytest.raises(RuntimeError, match="no-such-compiler cannot be run"):
-        compiled.run(["no-such-compiler", "--version"])
+        native.run(["no-such-compiler", "--version"])
 
 
 @pytest.mark.parametrize(
