@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -402,4 +403,29 @@ class _Writes:
 def _facts(config: VllmConfig) -> dict[str, str]:
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
-    return model_facts(model.hf_text_config, model.model, dtype)
+    return model_facts(model.hf_text_config, folder_of(config), dtype)
+
+
+def folder_of(config: VllmConfig) -> str:
+    """Returns the folder of vLLM's model, which may be in the cache of Hugging Face's hub.
+
+    Raises:
+        ValueError: there is none, so nobody can say whether the prefill ranks have its weights.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    model, load = config.model_config, config.load_config
+    name = str(model.model)
+    if Path(name).is_dir():
+        return name
+    try:
+        # vLLM has downloaded it by now.
+        return snapshot_download(
+            name, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"DistCAConnector: {name} is in no folder whose weights can be compared with those of "
+            "the prefill ranks: give the folder of the model"
+        ) from None
