@@ -42,7 +42,7 @@ FLOORS["distca.inference"] |= {"distca.runtime.serving", "distca.simulate", "dis
 FLOORS["distca.inference"] |= {"distca.checkpoints", "distca.torchrun"}
 FLOORS["distca.serve"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.prefill"] = {*FLOORS["distca.inference"], "distca.inference"}
-FLOORS["distca.vllm"] = {"distca.plan", "distca.schedule", "distca.prefill"}
+FLOORS["distca.vllm"] = {*FLOORS["distca.prefill"], "distca.prefill"}
 FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
 # Nor does training import what only inference runs.

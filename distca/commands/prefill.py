@@ -7,17 +7,21 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
 from distca.commands.engine_flags import add_machine_flags, add_pool_flags
+from distca.commands.prefill_model import add_model_flags, read_prefill_model
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.torchrun import read_torchrun
+
+logger = logging.getLogger(__name__)
 
 _EPILOG = """
 examples:
@@ -37,7 +41,7 @@ machines torchrun starts them: torchrun --nnodes 2 --nproc-per-node 8 -m distca 
 def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("prefill", __doc__.splitlines()[0], _EPILOG)
-    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    add_model_flags(parser)
     network = parser.add_argument_group("network")
     network.add_argument(
         "--host",
@@ -124,15 +128,16 @@ def main(argv: Sequence[str]) -> int:
         args.context_parallel_size = 1 if launched is None else launched.world_size
     _check_flags(args)
     try:
-        model, config = _configuration(args)
+        model, told, config = _configuration(args)
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'distca[serve]'") from error
     if launched is not None:
-        return _serve(args, model, config)
+        return _serve(args, model, told, config)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
     sys.stderr.write(
+        f"distca prefill: {told}\n"
         f"distca prefill: {config.world_size} ranks; vLLM reaches them at {_address(args)}\n"
     )
     try:
@@ -155,8 +160,8 @@ def _address(args: argparse.Namespace) -> str:
     return f"tcp://{args.host}:{args.port}"
 
 
-def _configuration(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns the model and the configuration of the engine.
+def _configuration(args: argparse.Namespace) -> tuple[Any, str, Any]:
+    """Returns the model, whose code computes it, and the configuration of the engine.
 
     Raises:
         ValueError: the flags don't fit the model or this machine.
@@ -165,12 +170,11 @@ def _configuration(args: argparse.Namespace) -> tuple[Any, Any]:
 
     from distca.attention.choice import check_block_size, default_block_size
     from distca.inference.llm import configure
-    from distca.inference.models import DTYPES, read_model
     from distca.inference.pool_size import blocks_in
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     args.dtype = served_dtype(args.dtype)
-    model = read_model(args.model, DTYPES[args.dtype], trust_remote_code=args.trust_remote_code)
+    model, told = read_prefill_model(args)
     size = args.block_size or default_block_size()
     check_block_size(size, model.shape.head_dim)
     cache_bytes = args.kv_cache_memory_bytes or (None if gpus else 1 << 30)
@@ -191,16 +195,18 @@ def _configuration(args: argparse.Namespace) -> tuple[Any, Any]:
         step_timeout=args.step_timeout,
         gpu_utilization=args.gpu_memory_utilization,
     )
+    positions = args.max_model_len or model.positions
+    config = replace(config, positions=min(positions, model.positions))
     # torchrun's ranks may lie on several machines.
     if 0 < gpus < config.processes and read_torchrun() is None:
         raise ValueError(
             f"{config.processes} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
             "CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
-    return model, config
+    return model, told, config
 
 
-def _serve(args: argparse.Namespace, model: Any, config: Any) -> int:
+def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
     """Serves as one of the ranks."""
     import torch.distributed as dist
 
@@ -212,9 +218,9 @@ def _serve(args: argparse.Namespace, model: Any, config: Any) -> int:
     # Nothing is left to clean up, and whoever starts the ranks anew should not wait.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.basicConfig(format="distca prefill: %(message)s", level=logging.INFO)
-    rank = PrefillRank(config, args.max_num_batched_tokens, args.lease)
+    rank = PrefillRank(config, args.max_num_batched_tokens, args.lease, model)
     if dist.get_rank() == 0:
-        facts = model_facts(model.config, args.model, args.dtype)
+        facts = model_facts(model.config, args.model, args.dtype, model.frequencies)
         welcome = Welcome(
             "",
             config.world_size,
@@ -225,7 +231,7 @@ def _serve(args: argparse.Namespace, model: Any, config: Any) -> int:
         )
         front = Front(_address(args), facts, welcome)
         rank.listen(front)
-        logging.getLogger(__name__).info("ready at %s", front.address)
+        logger.info("ready at %s; %s", front.address, told)
     try:
         rank.serve()
     finally:
@@ -239,6 +245,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         ("--max-num-seqs", args.max_num_seqs),
         ("--max-num-batched-tokens", args.max_num_batched_tokens),
         ("--kv-cache-memory-bytes", args.kv_cache_memory_bytes),
+        ("--max-model-len", args.max_model_len),
     ):
         if value is not None and value < 1:
             raise ValueError(f"{flag} {value}: give at least 1")

@@ -154,6 +154,11 @@ class ServedModel:
         return most
 
     @property
+    def frequencies(self) -> str:
+        """How rotary frequencies that depend on the longest sequence are chosen."""
+        return "those of transformers' code"
+
+    @property
     def kv_heads(self) -> int:
         """Key-value heads of a whole layer."""
         config = self.config

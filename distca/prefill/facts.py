@@ -15,19 +15,24 @@ _HEADER = 1 << 16
 """Bytes of a file of weights that count: names and shapes come first, then values."""
 
 
-def model_facts(config: Any, folder: str, dtype: str) -> dict[str, str]:
+_OF_LENGTH = ("longrope", "dynamic")
+"""Rotary embeddings whose frequencies depend on the longest sequence, and on whose code it is."""
+
+
+def model_facts(config: Any, folder: str, dtype: str, frequencies: str) -> dict[str, str]:
     """Says what keys and values of a model depend on, and how they are sent.
 
     Args:
         config: configuration of transformers; that of the language part if there are others.
         folder: folder of the model.
         dtype: name of the dtype of keys and values.
+        frequencies: how rotary frequencies that depend on the longest sequence are chosen.
 
     Returns:
         Values by names that a user understands.
     """
     heads = int(config.num_attention_heads)
-    sizes = {
+    sizes: dict[str, Any] = {
         "family": config.model_type,
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
@@ -39,6 +44,11 @@ def model_facts(config: Any, folder: str, dtype: str) -> dict[str, str]:
         "kinds of layers": getattr(config, "layer_types", None),
         "rotary embedding": _rotary(config),
     }
+    rotary = sizes["rotary embedding"]
+    # Kinds of layers may have their own.
+    kinds = (rotary, *(each for each in rotary.values() if isinstance(each, dict)))
+    if any(each.get("rope_type") in _OF_LENGTH for each in kinds):
+        sizes["rotary frequencies"] = frequencies
     told = {name: json.dumps(value, sort_keys=True) for name, value in sizes.items()}
     return {
         "protocol": str(PROTOCOL),
@@ -46,6 +56,11 @@ def model_facts(config: Any, folder: str, dtype: str) -> dict[str, str]:
         "dtype": dtype,
         "weights": _weights_digest(Path(folder)),
     }
+
+
+def frequencies_of_vllm(max_model_len: int) -> str:
+    """How vLLM chooses rotary frequencies that depend on the longest sequence."""
+    return f"vLLM's for --max-model-len {max_model_len}"
 
 
 def disagreement(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:

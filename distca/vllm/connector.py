@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from distca.plan.span import Int64s
 from distca.prefill.client import PrefillClient
-from distca.prefill.facts import model_facts
+from distca.prefill.facts import frequencies_of_vllm, model_facts
 from distca.prefill.messages import Hello
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.vllm.settings import Settings, checked_settings
@@ -326,13 +326,15 @@ class _Writes:
         size, whole = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
         heads, rank = model.get_num_kv_heads(parallel), get_tensor_model_parallel_rank()
         self._counts = rank == 0
+        # All workers have all of a latent.
+        first = 0 if model.use_mla else rank * whole // size
         hello = Hello(
             _facts(self._config),
             self._config.kv_transfer_config.engine_id,
             rank,
             size,
             "",
-            rank * whole // size,
+            first,
             heads,
         )
         dim, dtype = model.get_head_size(), model.dtype
@@ -395,15 +397,23 @@ class _Writes:
         positions = torch.from_numpy(at)
         slots = self._blocks[transfer][positions // self._size] * self._size
         slots += positions % self._size
-        placed = (each.to(cache.device) for each in (keys, values))
         self.stats.receive(keys.nbytes + values.nbytes)
-        module.impl.do_kv_cache_update(module, *placed, cache, slots.to(cache.device))
+        keys, values = (each.to(cache.device) for each in (keys, values))
+        slots = slots.to(cache.device)
+        if self._config.model_config.use_mla:
+            # What is rotated lies behind the latent.
+            latents, rotated = keys[:, 0, : module.kv_lora_rank], keys[..., module.kv_lora_rank :]
+            scale, dtype = module._k_scale, module.kv_cache_dtype
+            module.impl.do_kv_cache_update(latents, rotated, cache, slots, dtype, scale)
+        else:
+            module.impl.do_kv_cache_update(module, keys, values, cache, slots)
 
 
 def _facts(config: VllmConfig) -> dict[str, str]:
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
-    return model_facts(model.hf_text_config, folder_of(config), dtype)
+    frequencies = frequencies_of_vllm(model.max_model_len)
+    return model_facts(model.hf_text_config, folder_of(config), dtype, frequencies)
 
 
 def folder_of(config: VllmConfig) -> str:

@@ -74,7 +74,7 @@ def checked_settings(config: VllmConfig) -> Settings:
     Raises:
         ValueError: it cannot work; the message says what to change.
     """
-    transfer, model = config.kv_transfer_config, config.model_config
+    transfer = config.kv_transfer_config
     settings = Settings.of(transfer.kv_connector_extra_config)
     if transfer.kv_role == "kv_producer":
         raise ValueError(
@@ -89,10 +89,5 @@ def checked_settings(config: VllmConfig) -> Settings:
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError(
             "DistCAConnector knows no pipeline stages: leave --pipeline-parallel-size out"
-        )
-    if model.use_mla:
-        raise ValueError(
-            f"DistCAConnector: {model.model} has multi-latent attention, which the prefill ranks "
-            "do not compute"
         )
     return settings

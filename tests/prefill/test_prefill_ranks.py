@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distca.prefill.client import HandshakeError
+from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import (
     CHUNK,
@@ -160,3 +161,24 @@ def test_a_prompt_that_cannot_be_held_is_refused_by_the_ranks(ranks: Ranks, tmp_
         reader.until(lambda: len(reader.ended) == 2)
     assert "given up" in reader.ended[Transfer(0)]
     check(reader, folder, 1, prompt(1, 128))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "default"])
+def test_rotary_frequencies_of_a_length_must_be_the_same_code_s(kind: str) -> None:
+    """vLLM chooses the frequencies of LongRoPE once for all prompts, by the longest."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=1)
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
+    codes = [frequencies_of_vllm(4096), frequencies_of_vllm(8192), "those of transformers' code"]
+    first, *others = (model_facts(config, ".", "float32", code) for code in codes)
+    assert disagreement(first, first) is None
+    for code, facts in zip(codes[1:], others, strict=True):
+        told = disagreement(first, facts)
+        if kind == "default":
+            assert told is None
+        else:
+            assert told is not None
+            assert told.startswith("rotary frequencies: ")
+            assert "4096" in told
+            assert code in told

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distca.inference.llm import configure
-from distca.inference.models import read_model
+from distca.inference.models import ServedModel, read_model
 from distca.plan.span import Int64s
 from distca.prefill.client import Ended, PrefillClient
 from distca.prefill.facts import model_facts
@@ -41,14 +41,26 @@ class RankDone:
 def prefill_on_a_rank(
     folder: Path, address: str, prompts: int, changes: dict[str, Any], chunk: int = CHUNK
 ) -> RankDone:
+    """Computes prompts by transformers' code until so many have ended."""
+    return prefill_with(read_model(str(folder), torch.float32), address, prompts, changes, chunk)
+
+
+def prefill_with(
+    model: ServedModel,
+    address: str,
+    prompts: int,
+    changes: dict[str, Any],
+    chunk: int = CHUNK,
+    lease: float = LEASE,
+) -> RankDone:
     """Computes prompts until so many have ended."""
-    model, count = read_model(str(folder), torch.float32), dist.get_world_size()
+    count = dist.get_world_size()
     settings = {"block_size": 4, "max_num_batched_tokens": 96, "cache_bytes": 1 << 24}
-    rank = PrefillRank(configure(model, count, **(settings | changes)), chunk, LEASE)
+    rank = PrefillRank(configure(model, count, **(settings | changes)), chunk, lease, model)
     front = None
     if dist.get_rank() == 0:
-        facts = model_facts(model.config, str(folder), "float32")
-        welcome = Welcome("", count, chunk, len(model.windows), rank.capacity, LEASE)
+        facts = model_facts(model.config, model.path, "float32", model.frequencies)
+        welcome = Welcome("", count, chunk, len(model.windows), rank.capacity, lease)
         front = Front(address, facts, welcome)
         rank.listen(front)
     try:
@@ -83,7 +95,7 @@ class Reader:
     ) -> None:
         model = read_model(str(folder), torch.float32)
         first, count = heads or (0, model.kv_heads)
-        known = model_facts(model.config, str(folder), "float32") | facts
+        known = model_facts(model.config, str(folder), "float32", model.frequencies) | facts
         hello = Hello(known, engine, *worker, "", first, count)
         self._shape = len(model.windows), count, model.shape.head_dim
         self.rows: dict[Transfer, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,0 +1,83 @@
+"""The model of `distca prefill`, and whose code computes its layers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+from distca.commands.command_line import Parser
+
+
+def add_model_flags(parser: Parser) -> None:
+    """Adds the flags of `read_prefill_model` that are its alone."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="Folder of a model, or its name on the Hugging Face hub."
+    )
+    parser.add_argument(
+        "--model-impl",
+        choices=("auto", "vllm", "transformers"),
+        default="auto",
+        help="Whose code computes the layers around attention. Default: vLLM's, the server's own, "
+        "where vLLM is installed and the model is of a family that was proved with it; else that "
+        "of transformers.",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="Most tokens of a prompt. Default: all positions of the model. Give what `vllm serve` "
+        "is given: some rotary embeddings depend on it.",
+    )
+
+
+def read_prefill_model(args: argparse.Namespace) -> tuple[Any, str]:
+    """Reads the model; returns it, and a sentence that says whose code computes it.
+
+    Raises:
+        ValueError: the model cannot be computed by that code.
+        ImportError: a package is missing.
+    """
+    if args.model_impl == "transformers":
+        return _of_transformers(args), "transformers' code computes the layers"
+    if args.model_impl == "vllm":
+        return _of_vllm(args)
+    if find_spec("vllm") is None:
+        told = "vLLM is not installed here"
+        return _of_transformers(args), f"transformers' code computes the layers: {told}"
+    try:
+        return _of_vllm(args)
+    except (ValueError, ImportError) as error:
+        why = str(error)
+    try:
+        return _of_transformers(args), f"transformers' code computes the layers: {why}"
+    except ValueError as error:
+        raise ValueError(f"{why}; and by transformers' code: {error}") from error
+
+
+def _of_vllm(args: argparse.Namespace) -> tuple[Any, str]:
+    """Reads the model by vLLM."""
+    from distca.inference.models import DTYPES
+
+    if find_spec("vllm") is None:
+        raise ImportError("--model-impl vllm: vLLM is not installed here: use its environment")
+    from distca.vllm.model import read_vllm_model
+
+    # Each rank would tell how it loads the model.
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    dtype, trusts = DTYPES[args.dtype], args.trust_remote_code
+    model = read_vllm_model(args.model, dtype, trusts, args.max_model_len)
+    return model, f"vLLM's {model.class_name} computes the layers"
+
+
+def _of_transformers(args: argparse.Namespace) -> Any:
+    """Reads the model by transformers."""
+    from distca.inference.models import DTYPES, read_model
+
+    model = read_model(args.model, DTYPES[args.dtype], trust_remote_code=args.trust_remote_code)
+    if args.max_model_len is not None and args.max_model_len > model.positions:
+        raise ValueError(
+            f"--max-model-len {args.max_model_len:,}: the model has {model.positions:,} positions"
+        )
+    return model

