@@ -54,11 +54,12 @@ from benchmarks.cluster.figures import (
     figure_11,
     figure_12,
 )
-from benchmarks.cluster.report import Options, Report
+from benchmarks.cluster.report import BATCHES, Options, Report
 from benchmarks.cluster.spread import over_batches
 from benchmarks.cluster.sweep import Runner
 from benchmarks.cluster.tables import GROUPS, end_to_end
 from distca.simulate import SYSTEMS
+from distca.simulate.speed_up import enough_batches
 
 MODEL_NAMES = list(dict.fromkeys(model for group in GROUPS.values() for model, _ in group.jobs))
 DOCUMENTS = ["pretrain", "prolong"]
@@ -124,15 +125,17 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("experiment", choices=[*EXPERIMENTS, *SAME, "all"])
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
-    parser.add_argument("--batches", type=int, default=30, help="of each case")
     parser.add_argument(
-        "--sweep-batches", type=int, default=1, help="on which DistCA's configurations are compared"
+        "--batches",
+        type=int,
+        help=f"of each case; default: {BATCHES} for figures, enough for ratios within about 0.01 "
+        f"for tables ({enough_batches(32)} of 32 sequences)",
     )
     parser.add_argument(
-        "--most-promising", type=int, default=4, help="configurations of DistCA to compare"
-    )
-    parser.add_argument(
-        "--finalists", type=int, default=2, help="of them: those to tune the tolerance of"
+        "--finalists",
+        type=int,
+        default=4,
+        help="configurations of DistCA that are to fit in the first batch",
     )
     parser.add_argument(
         "--models", nargs="+", default=MODEL_NAMES, choices=MODEL_NAMES, help="of an experiment's"
@@ -164,8 +167,6 @@ def main() -> None:
             parser.error(f"--systems: {args.experiment} has only {', '.join(group.systems)}")
     options = Options(
         args.batches,
-        args.sweep_batches,
-        args.most_promising,
         args.finalists,
         "" if args.published is None else str(args.published),
         tuple(args.models),
@@ -197,15 +198,16 @@ def _as_typed(parser: Parser, options: Options) -> list[str]:
     """Flags that results depend on, where they differ from the default; no paths."""
     typed = []
     for field in fields(options):
-        value, default = getattr(options, field.name), parser.get_default(field.name)
-        if field.name == "published":
+        name = field.name.removeprefix("given_")
+        value, default = getattr(options, field.name), parser.get_default(name)
+        if name == "published":
             typed += ["--published DIR"] if value else []
         elif isinstance(value, bool):
-            typed += [_flag(field.name)] if value else []
+            typed += [_flag(name)] if value else []
         elif isinstance(value, tuple):
-            typed += [" ".join([_flag(field.name), *value])] if list(value) != default else []
+            typed += [" ".join([_flag(name), *value])] if list(value) != default else []
         elif value != default:
-            typed.append(f"{_flag(field.name)} {value}")
+            typed.append(f"{_flag(name)} {value}")
     return typed
 
 

@@ -11,8 +11,11 @@ import numpy as np
 from benchmarks import pages
 from benchmarks.cluster.sweep import Case
 from distca.simulate import PUBLISHED, UNCHARGED
+from distca.simulate.speed_up import enough_batches
 
 K = 1024
+BATCHES = 30
+"""Batches of each case of a figure by default."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,8 @@ class Report:
 class Options:
     """Flags of the command."""
 
-    batches: int
-    sweep_batches: int
-    most_promising: int
+    given_batches: int | None
+    """Batches of each case; None: as many as are enough."""
     finalists: int
     published: str
     models: tuple[str, ...]
@@ -56,6 +58,15 @@ class Options:
             charges=UNCHARGED if self.baseline_ideal else PUBLISHED,
             papers_way=self.papers_documents,
         )
+
+    def batches_of(self, case: Case) -> int:
+        """The batches of a job of a table: those given, or enough for ratios within about 1%."""
+        return self.given_batches or enough_batches(case.sequences)
+
+    @property
+    def batches(self) -> int:
+        """The batches of each case of a figure."""
+        return self.given_batches or BATCHES
 
     @property
     def counted(self) -> str:

@@ -1,4 +1,7 @@
-"""Cases of the simulated experiments, and a runner that keeps the iterations it has simulated."""
+"""Cases of the simulated experiments, and a runner that keeps the iterations it has simulated.
+
+The search for a system's best configuration is `distca simulate`'s (`distca.simulate.advice`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,10 +39,12 @@ from distca.simulate import (
     Ablation,
     Candidate,
     Charges,
+    Choice,
     Workload,
     pack_sequences,
     simulate,
 )
+from distca.simulate.advice import Extent, best_of
 from distca.simulate.costs import Recompute
 from distca.simulate.trials import Trial
 
@@ -203,16 +208,23 @@ class Runner:
             new.replace(path)
             self._done = {row["key"]: row for row in map(json.loads, lines)}
 
+    @cached_property
+    def _pool(self) -> ProcessPoolExecutor:
+        """Processes for all runs: Megatron's scheduler takes seconds to load in each."""
+        return ProcessPoolExecutor(self._processes)
+
     def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
         """The results of all units, in their order."""
         wanted = {unit.key: unit for unit in units if unit.key not in self._done}
+        if not wanted:
+            return [self._done[unit.key] for unit in units]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            ProcessPoolExecutor(self._processes) as pool,
             self._path.open("a") as file,
             progress("paper", "runs", len(wanted), doing=title) as shown,
         ):
-            for future in as_completed([pool.submit(run_unit, unit) for unit in wanted.values()]):
+            submitted = [self._pool.submit(run_unit, unit) for unit in wanted.values()]
+            for future in as_completed(submitted):
                 row = future.result()
                 self._done[row["key"]] = row
                 file.write(json.dumps(row) + "\n")
@@ -231,6 +243,27 @@ class Runner:
         ]
         rows = self.run(every, title)
         return {key: rows[n * batches : (n + 1) * batches] for n, key in enumerate(units)}
+
+    def best(self, case: Case, system: str, extent: Extent, batches: int) -> Choice:
+        """Finds the best configuration of a system for a case.
+
+        Args:
+            case: workload and its documents.
+            system: one of `distca.simulate.SYSTEMS`.
+            extent: what is tried.
+            batches: number of batches.
+        """
+        names = [field.name for field in fields(Trial)]
+
+        def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+            units = {candidate: Unit(case, candidate) for candidate in some}
+            found = self.over_batches(units, count, f"{case}: {system}")
+            return {
+                candidate: [Trial(**{name: row[name] for name in names}) for row in rows]
+                for candidate, rows in found.items()
+            }
+
+        return best_of(system, case.workload, batch(case, 0), batches, evaluate, extent)
 
 
 def mean(rows: Sequence[dict[str, Any]], name: str) -> float:

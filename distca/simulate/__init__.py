@@ -11,6 +11,7 @@ processes nor devices.
 """
 
 from distca.schedule.program import Ablation
+from distca.simulate.advice import advise
 from distca.simulate.baselines import BASELINES, MEGATRON, simulate_baseline
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.charges import PUBLISHED, UNCHARGED, Charges
@@ -20,7 +21,7 @@ from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.flags import training_flags
 from distca.simulate.outcome import Outcome, save_trace
 from distca.simulate.resources import Resources, Transfer
-from distca.simulate.search import Choice, advise
+from distca.simulate.search import Choice
 from distca.simulate.space import candidates, divisions
 from distca.simulate.workload import (
     DISTCA_SYSTEMS,

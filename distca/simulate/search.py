@@ -1,9 +1,9 @@
-"""The best parallel configuration of each system for a workload.
+"""The best parallel configuration of a system for a workload.
 
 A search runs its configurations in rounds: all, or those that promise most, on the first batch; the
 fastest of these on more; and the fastest of those on all. `Effort` says how many, and `Evaluate`
 where they run. Configurations whose lower bound of time (`distca.simulate.bounds`) is above the
-time of others need not run.
+time of others need not run. `distca.simulate.advice` has the efforts.
 """
 
 from __future__ import annotations
@@ -15,24 +15,17 @@ import numpy as np
 
 from distca.plan.span import Int64s
 from distca.simulate.bounds import Bounds
-from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import (
     candidates,
     divisions,
     estimate,
     only_divides_further,
     sizes_of,
-    with_chains,
-    with_kept_inputs,
     with_less_memory,
     with_more_micro_batches,
-    with_pools,
-    with_slower_links,
     with_smaller_buffers,
-    without_latents,
-    without_ping_pong,
 )
-from distca.simulate.trials import Trial, Trials
+from distca.simulate.trials import Trial
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
 _TRIES = 4
@@ -41,17 +34,8 @@ _LAST_RESORTS = 4
 """Configurations, those that need least memory, that are tried with less where none fits."""
 _WAVE, _PAIR = 8, 2
 """Most configurations that run before others are held against them; and with `--distca`."""
-_COMPARED, _COMPARED_SEQUENCES = 3, 96
-"""Batches by which `advise` chooses among the fastest configurations, and their variants; fewer if
-these have as many sequences together, since large batches differ less."""
-_KEPT, _KEPT_WITH_PLANS = 6, 3
-"""Configurations of a baseline, and with `--distca`, that `advise` compares by these batches: with
-fewer, the best ring of the README's job was missed. Where one batch chooses, one is enough."""
 _NEAR = 1.005
 """Ratio to the best configuration's first batch up to which a variant of it runs more batches."""
-_WORTH_IT = 1.01
-"""Ratio up to which steps count as equally long: smaller micro-batches cost a little that is not
-simulated, such as smaller kernels."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +71,8 @@ class Choice:
 
 Evaluate = Callable[[Sequence[Candidate], int], Mapping[Candidate, Sequence[Trial]]]
 """Simulates configurations in the first batches; may stop after one in which they don't fit."""
+Variants = Callable[[Candidate, Workload], list[Candidate]]
+"""Lists variants of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -94,40 +80,27 @@ class Effort:
     """Extent of a search for a system's best configuration.
 
     Attributes:
-        fitting: number of configurations that are to fit in the first round; None: all that do.
-        first: number of batches of the first round; at most all.
         keep: number of configurations, fastest in the first batch, that are found for sure. The
             first round leaves out configurations whose bounds are above these. With `--distca` it
             also leaves out pipelines whose `estimate` is above these, and configurations that only
             divide a batch further than others that fit: without a pipeline this costs launches and
-            exchanges and gains memory alone. None: none is left out.
-        near: ratio to the best estimate up to which tensor-parallel sizes take turns. An estimate
-            says least of small ones, whose exchanges are large.
-        tolerances: values of `Candidate.tolerance`: the first round has the first one, and where
-            nothing fits, the last one is tried, too.
+            exchanges and gains memory alone.
+        batches: number of batches in which these are compared. The best one runs all in any case.
+        fitting: number of configurations that are to fit in the first round, in the order of their
+            `estimate`; None: all that do, in the order of their bounds.
         alternatives: function of a configuration that fits, which returns others for the first
-            round, before further ones are held against all that fit.
-        variants: function of the configurations that fit, the fastest first, which returns more, or
-            the same, for the first round.
-        rounds: for each further round the number of configurations, and of batches.
-        compared: number of configurations that are to fit in the batches by which the best one is
-            chosen; None: all that do.
-        batches: number of these batches; None: all. The best one runs all in any case.
+            round, before further ones are held against all that fit; None: there are none.
         sweeps: variants of the best one that run the same batches, in turn: each a function of it,
             and the ratio up to which the first of equally fast ones is taken.
+        last_tolerance: value of `Candidate.tolerance` that is tried where nothing fits; None: none.
     """
 
+    keep: int
+    batches: int
     fitting: int | None = None
-    first: int = 1
-    keep: int | None = None
-    near: float = 0.0
-    tolerances: Sequence[float | None] = (None,)
-    alternatives: Callable[[Candidate, Workload], list[Candidate]] | None = None
-    variants: Callable[[Sequence[Candidate]], list[Candidate]] = lambda fitting: []
-    rounds: Sequence[tuple[int, int]] = ()
-    compared: int | None = None
-    batches: int | None = None
-    sweeps: Sequence[tuple[Callable[[Candidate, Workload], list[Candidate]], float]] = ()
+    alternatives: Variants | None = None
+    sweeps: Sequence[tuple[Variants, float]] = ()
+    last_tolerance: float | None = None
 
 
 def find_best(
@@ -158,12 +131,10 @@ def find_best(
     tried = len(divisions(system, workload, tensor, stages))
     able = candidates(system, workload, tensor, stages)
     bounds = Bounds(workload, documents)
-    left = able
-    if effort.fitting is not None:
-        left = by_promise(able, workload, documents, effort.near)
-    elif effort.keep is not None:
+    if effort.fitting is None:
         left = sorted(able, key=bounds.seconds)
-    left = [replace(candidate, tolerance=effort.tolerances[0]) for candidate in left]
+    else:
+        left = sorted(able, key=lambda candidate: estimate(candidate, workload, documents))
     search = _Search(workload, documents, batches, evaluate, effort, left, bounds)
     best: Candidate | None = None
     while search.left and best is None:
@@ -193,17 +164,6 @@ def find_best(
     )
 
 
-def by_promise(
-    able: Sequence[Candidate], workload: Workload, documents: Sequence[Int64s], near: float
-) -> list[Candidate]:
-    """Orders configurations by `estimate`; see `Effort.near`."""
-    seconds = {candidate: estimate(candidate, workload, documents) for candidate in able}
-    order = sorted(able, key=lambda candidate: seconds[candidate])
-    close = [c for c in order if seconds[c] <= near * seconds[order[0]]]
-    turn = {c: sum(c.tensor == o.tensor for o in close[:n]) for n, c in enumerate(close)}
-    return sorted(order, key=lambda candidate: turn.get(candidate, len(order)))
-
-
 @dataclass
 class _Search:
     """A search under way.
@@ -230,29 +190,18 @@ class _Search:
 
     def next_best(self) -> Candidate | None:
         """Takes configurations through all rounds; returns the fastest that fits, if any does."""
-        effort, last = self.effort, self._compared_batches
         fitting = self._first_round()
-        variants = effort.variants(fitting)
-        order = self._run(variants, effort.first)
-        order += [c for c in fitting if c not in variants]
-        begun = list(order)
-        for number, count in effort.rounds:
-            fastest = self._run(order[:number], count)
-            order = fastest + order[number:]
-        compared = len(order) if effort.compared is None else effort.compared
-        able: list[Candidate] = []
-        at = 0
-        while at < len(order) and len(able) < compared:
-            some = order[at : at + compared - len(able)]
-            able += self._run(some, last)
-            at += len(some)
+        keep, count = self.effort.keep, self._compared_batches
+        order = self._run(fitting[:keep], count) + fitting[keep:]
+        # What is fast in one batch may not fit in another.
+        best = next((candidate for candidate in order if self._run([candidate], count)), None)
         # What does not fit in a later batch may in a configuration that takes less memory.
-        self.left[:0] = self._substitutes(begun)
-        return min(able, key=lambda candidate: self._seconds(candidate, last), default=None)
+        self.left[:0] = self._substitutes(fitting)
+        return best
 
     @property
     def _compared_batches(self) -> int:
-        return min(self.effort.batches or self.batches, self.batches)
+        return min(self.effort.batches, self.batches)
 
     def _first_round(self) -> list[Candidate]:
         """Takes configurations from `left` until enough fit; returns these, the fastest first.
@@ -272,12 +221,12 @@ class _Search:
             if not some:
                 break
             tries += len(some)
-            found = self._run(some, effort.first)
+            found = self._run(some, 1)
             fitting += found
             others += self._run_alternatives(found)
             left[:0] = self._substitutes(some)
         both = [*fitting, *others]
-        return sorted(both, key=lambda candidate: self._seconds(candidate, effort.first))
+        return sorted(both, key=lambda candidate: self._seconds(candidate, 1))
 
     def _run_alternatives(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Runs alternatives of configurations, with more micro-batches where they do not fit, but
@@ -289,7 +238,7 @@ class _Search:
             failed = [each for each in left if self.bounds.least_memory(each) > usable]
             left = sorted((each for each in left if each not in failed), key=self._least)
             some = [each for each in left if self._least(each) <= self._most][:_PAIR]
-            able += self._run(some, self.effort.first)
+            able += self._run(some, 1)
             failed += [each for each in some if not self._fits(each)]
             left = [each for each in left if each not in some] if some else []
             left += [o for each in failed for o in with_more_micro_batches(each, self.workload)]
@@ -300,7 +249,7 @@ class _Search:
         """Seconds of the first batch above which `Effort.keep` leaves configurations out."""
         keep = self.effort.keep
         first = sorted(run[0].seconds for c, run in self.trials.items() if self._fits(c))
-        return first[keep - 1] if keep is not None and len(first) >= keep else np.inf
+        return first[keep - 1] if len(first) >= keep else np.inf
 
     def _least(self, candidate: Candidate) -> float:
         """Returns seconds that a configuration takes at least in the first batch.
@@ -319,12 +268,8 @@ class _Search:
             number: most configurations to take.
             fitting: configurations that have run in this round, and fit.
         """
-        keep, left = self.effort.keep, self.left
-        if keep is None:
-            some = left[:number]
-            del left[:number]
-            return some
-        some = []
+        left = self.left
+        some: list[Candidate] = []
         wave = _WAVE if self.effort.alternatives is None else _PAIR
         most = self._most
         for candidate in left:
@@ -354,10 +299,10 @@ class _Search:
         failed = sorted(self.trials, key=lambda c: max(t.memory_gb for t in self.trials[c]))
         sizes = list(dict.fromkeys(map(sizes_of, failed)))[:_LAST_RESORTS]
         least = [next(c for c in failed if sizes_of(c) == each) for each in sizes]
-        tolerances = (self.effort.tolerances[0], self.effort.tolerances[-1])
-        tolerant = [replace(c, tolerance=t) for c in least for t in dict.fromkeys(tolerances)]
+        tolerances = dict.fromkeys((None, self.effort.last_tolerance))
+        tolerant = [replace(each, tolerance=t) for each in least for t in tolerances]
         bounded = [o for each in tolerant for o in with_smaller_buffers(each, self.workload)]
-        return [c for c in tolerant + bounded if c not in self.trials]
+        return [candidate for candidate in tolerant + bounded if candidate not in self.trials]
 
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps.
@@ -412,87 +357,3 @@ class _Search:
         failed = [candidate for candidate in some if not self._fits(candidate)]
         less = [other for each in failed for other in with_less_memory(each, self.workload)]
         return [candidate for candidate in less if candidate not in self.trials]
-
-
-def advise(
-    workload: Workload,
-    batches: Sequence[Sequence[Int64s]],
-    systems: Sequence[str],
-    tensor: Sequence[int],
-    stages: Sequence[int],
-    finalists: int = 4,
-    tolerances: Sequence[float] = (),
-    trials: Trials | None = None,
-) -> list[Choice]:
-    """Finds the best configuration of each system.
-
-    Configurations run the first batch: those of a baseline in the order of their lower bounds, and
-    as long as these are below the time of the few fastest; those with `--distca`, whose planning
-    takes longer, in the order of `estimate`, until enough of them fit, and these with server pools.
-    The fastest of these run up to three batches, by which the best one is chosen; and that with
-    chains, keys and values instead of latents, other tolerances, inputs that are kept, pools
-    without ping-pong, and plans for a slower network, too. The best one runs all batches.
-
-    Args:
-        workload: model, cluster and sizes.
-        batches: sequences of each global batch, as `simulate` takes them.
-        systems: names in `SYSTEMS`.
-        tensor: tensor-parallel sizes to try.
-        stages: pipeline sizes to try.
-        finalists: configurations with `--distca` that are to fit in the first batch.
-        tolerances: values of `Candidate.tolerance` to try beside the workload's.
-        trials: what simulates the same workload and batches; None: this process.
-
-    Raises:
-        ValueError: there is no batch or no such system.
-    """
-    if not batches:
-        raise ValueError("no batches to simulate: give at least 1")
-    several = min(-(-_COMPARED_SEQUENCES // workload.sequences), _COMPARED, len(batches))
-    kept, kept_with_plans = (_KEPT, _KEPT_WITH_PLANS) if several > 1 else (1, 1)
-    without_plans = Effort(keep=kept, rounds=((kept, several),), compared=1, batches=several)
-    with_plans = Effort(
-        fitting=finalists,
-        keep=kept_with_plans,
-        alternatives=with_pools,
-        rounds=((kept_with_plans, several),),
-        compared=1,
-        batches=several,
-        sweeps=(
-            (with_chains, _WORTH_IT),
-            (without_latents, 1.0),
-            # A tolerance costs a user nothing.
-            (lambda best, _: _with(tolerances, best), 1.0),
-            (with_kept_inputs, 1.0),
-            (without_ping_pong, 1.0),
-            # Last, so that a faster network has the plan with which the search for the slower one
-            # ended.
-            (with_slower_links, 1.0),
-            # The slower network's search may have ended with another tolerance.
-            (lambda best, _: _with(tolerances, best) if best.network_divisor > 1 else [], 1.0),
-        ),
-    )
-    evaluate = (trials or Trials(workload, batches)).first
-
-    def choice(system: str) -> Choice:
-        effort = with_plans if system in DISTCA_SYSTEMS else without_plans
-        sizes = tensor, stages, len(batches)
-        return find_best(system, workload, batches[0], *sizes, evaluate, effort)
-
-    found = {system: choice(system) for system in sorted(systems, key=_turn)}
-    return [found[system] for system in systems]
-
-
-def _with(tolerances: Sequence[float], candidate: Candidate) -> list[Candidate]:
-    """Returns a configuration with each of some tolerances."""
-    return [replace(candidate, tolerance=each) for each in tolerances]
-
-
-def _turn(system: str) -> int:
-    """Order of the systems: first those that take longest, last the one whose process takes most
-    memory, when the others have ended."""
-    return _is_baseline(system) + (system == HYBRID)
-
-
-def _is_baseline(system: str) -> bool:
-    return system not in DISTCA_SYSTEMS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,14 +17,15 @@ import numpy as np
 import pytest
 
 from benchmarks.cluster import paper, sweep, tables
-from benchmarks.cluster.search import Sweep, best_of
 from benchmarks.cluster.sweep import Case, Runner, Unit, paper_distribution
-from benchmarks.cluster.tables import AS_THE_PAPER, GROUPS, Group
+from benchmarks.cluster.tables import AS_THE_PAPER, GROUPS, TOLERANCES, Group, _range, speed_up
 from benchmarks.published_lengths import papers
 from benchmarks.sources import imported_files, stale_pages
 from distca.documents.lengths import draw
-from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, candidates, training_flags
-from distca.simulate.space import estimate
+from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, advise, training_flags
+from distca.simulate.advice import Extent
+from distca.simulate.space import sizes_of
+from distca.simulate.speed_up import SpeedUp
 
 CASE = Case("llama-8b", "pretrain", 131_072, 8, 64)
 
@@ -63,112 +65,43 @@ def test_what_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert len([json.loads(line) for line in path.open()]) == 3
 
 
-class Told(Runner):
-    """Runs that take what is said; in how many batches a configuration fits is said, too."""
-
-    def __init__(self, seconds: dict[Candidate, float], fits_in: dict[Candidate, int]) -> None:
-        self.seconds, self.fits_in = seconds, fits_in
-        self.ran: list[Unit] = []
-
-    def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
-        self.ran += units
-        return [
-            {
-                "seconds": self.seconds.get(sizes(unit.candidate), 0.5) * self.of_batch(unit),
-                "fits": unit.seed < self.fits_in.get(sizes(unit.candidate), 0),
-                "tokens": 100,
-                "memory_gb": 1.0 + unit.seed,
-                "idle": 0.0,
-                "exposed": 0.0,
-            }
-            for unit in units
-        ]
-
-    def of_batch(self, unit: Unit) -> float:
-        return 1.0
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        return list(dict.fromkeys(sizes(unit.candidate) for unit in self.ran))
+def test_the_search_is_that_of_the_command(tmp_path: Path) -> None:
+    """With server pools, too."""
+    case = Case("llama-8b", "pretrain", 131_072, 16, 128, charges=PUBLISHED)
+    runner, batches = Runner(tmp_path / "runs.jsonl", 1), [case.batch(seed) for seed in range(2)]
+    systems = ["cp-p2p", "wlb-llm", "tiles"]
+    choices = advise(case.workload, batches, systems, [8], [1], 4, TOLERANCES)
+    extent = Extent([8], [1], 4, TOLERANCES)
+    assert [runner.best(case, system, extent, 2) for system in systems] == choices
+    ran = [json.loads(line) for line in (tmp_path / "runs.jsonl").open()]
+    simulated = {json.dumps(row, sort_keys=True) for row in ran}
+    assert len(simulated) == len(ran)
+    assert choices[-1].candidate is not None
+    assert choices[-1].candidate.pool_size is not None
+    assert choices[-1].candidate.keeps_inputs
 
 
-def sizes(candidate: Candidate) -> Candidate:
-    return replace(candidate, tolerance=None)
+def test_the_papers_scheduler_runs_as_the_paper_ran_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At all sizes and tolerances, and without what the paper has not."""
+    case = replace(CASE, charges=PUBLISHED)
+    ran: list[Candidate] = []
 
+    class Counted(Runner):
+        def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
+            ran.extend(unit.candidate for unit in units)
+            return [unit.run() for unit in units]
 
-def test_the_baseline_that_is_fastest_over_all_batches_is_best() -> None:
-    able = candidates("wlb-llm", CASE.workload, [8], [1])
-    fastest, next_one, later = able[:3]
+    def tried(way: bool) -> set[Candidate]:
+        ran.clear()
+        extent = Extent([8], [1], 1, TOLERANCES, in_the_papers_way=way)
+        best = Counted(Path(), 1).best(case, "greedy", extent, 1)
+        assert best.candidate in ran
+        return set(ran)
 
-    class Changing(Told):
-        def of_batch(self, unit: Unit) -> float:
-            """What is fastest in the first batch is slow in the others."""
-            return 9.0 if unit.candidate == later and unit.seed else 1.0
-
-    told = Changing({fastest: 1.0, next_one: 2.0, later: 0.9}, {fastest: 2, next_one: 3, later: 3})
-    best = best_of(told, CASE, "wlb-llm", [8], [1], 3, SWEEP)
-    assert best.candidate == next_one
-    assert (best.tokens_per_second, best.memory_gb) == (50.0, 3.0)
-    assert best.simulated == best.tried == len(able)
-    # All but two are out of memory in the first batch or the third.
-    assert best.out_of_memory == best.tried - 2
-    none = best_of(Told({}, {}), CASE, "wlb-llm", [8], [1], 3, SWEEP)
-    assert (none.candidate, none.out_of_memory) == (None, none.tried)
-
-
-SWEEP = Sweep(batches=1, most_promising=2, finalists=1, tolerances=(0.1, 0.02))
-
-
-def by_promise() -> list[Candidate]:
-    first = CASE.batch(0)
-    return sorted(
-        candidates("tiles", CASE.workload, [8], [1, 2, 4]),
-        key=lambda c: estimate(c, CASE.workload, first),
-    )
-
-
-def test_a_sweep_goes_on_until_enough_fit() -> None:
-    order = by_promise()
-    assert len(order) > 8
-    # The most promising ones are out of memory: the first of those that fit is far down.
-    told = Told({}, {order[-1]: 3})
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
-    assert best.candidate is not None
-    assert sizes(best.candidate) == order[-1]
-    assert best.simulated == len(order)
-    assert best.out_of_memory == best.tried - 1
-    # Where nothing fits everything has run, so that it may say so.
-    none = best_of(Told({}, {}), CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
-    assert none.out_of_memory == none.tried >= none.simulated == len(order)
-    # What has not run is not said to be out of memory.
-    told = Told({}, dict.fromkeys(order, 3))
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
-    assert [c for c in told.candidates if not c.keeps_inputs] == order[:2]
-    assert best.simulated == 2
-    assert best.out_of_memory == best.tried - len(order)
-    # Tensor-parallel sizes take turns, while they are nearly as fast.
-    told = Told({}, dict.fromkeys(candidates("tiles", CASE.workload, [2, 4], [1]), 3))
-    best_of(told, CASE, "tiles", [2, 4], [1], 3, SWEEP)
-    assert sorted(c.tensor for c in told.candidates if not c.keeps_inputs) == [2, 4]
-
-
-def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
-    first, second = by_promise()[:2]
-    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 3})
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
-    assert best.candidate is not None
-    assert sizes(best.candidate) == second
-    assert best.tokens_per_second == 50.0
-    assert (best.simulated, best.out_of_memory) == (2, 1)
-    # Both are out of memory in the last batch: one that has not run yet is found.
-    third = by_promise()[4]
-    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2, third: 3})
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
-    assert best.candidate is not None
-    assert sizes(best.candidate) == third
-    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2})
-    none = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
-    assert (none.candidate, none.out_of_memory) == (None, none.tried)
+    as_the_paper = tried(True)
+    assert {candidate.tolerance for candidate in as_the_paper} == {None, *TOLERANCES}
+    assert all(replace(c, tolerance=None) == sizes_of(c) for c in as_the_paper)
+    assert any(candidate.keeps_inputs for candidate in tried(False))
 
 
 def test_where_nothing_fits_buffers_become_smaller() -> None:
@@ -181,14 +114,14 @@ def test_where_nothing_fits_buffers_become_smaller() -> None:
         def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
             return [replace(unit, seed=(0, 14, 27)[unit.seed]).run() for unit in units]
 
-    best = best_of(OfLargeBatches(Path(), 1), case, "tiles", [8], [1], 3, SWEEP)
+    best = OfLargeBatches(Path(), 1).best(case, "tiles", Extent([8], [1], 4, TOLERANCES), 3)
     assert best.candidate is not None
     assert (best.tried, best.out_of_memory) == (2, 1)
     bound = best.candidate.max_buffer_bytes
     assert bound is not None
     assert best.memory_gb <= 145.0
     assert f"--distca-max-buffer-bytes {bound}" in training_flags(best.candidate, case.workload)
-    unbounded = Unit(case, replace(best.candidate, max_buffer_bytes=None), 14).run()
+    unbounded = Unit(case, replace(best.candidate, max_buffer_bytes=None), 27).run()
     assert not unbounded["fits"]
     # A bound that no plan keeps to is none that fits.
     none = Unit(case, replace(best.candidate, max_buffer_bytes=1), 27).run()
@@ -308,7 +241,7 @@ def test_no_loss_in_a_job_of_the_paper(
     monkeypatch.setitem(GROUPS, "table3", group)
     command = ["paper.py", "table3", "--models", "llama-8b", "--documents", "pretrain"]
     command += ["--output", str(tmp_path), "--batches", "4", "--processes", "1"]
-    monkeypatch.setattr(sys, "argv", [*command, "--most-promising", "2", "--finalists", "1"])
+    monkeypatch.setattr(sys, "argv", [*command, "--finalists", "2"])
     paper.main()
     (row,) = csv.DictReader((tmp_path / "table3.csv").open())
     assert row["tiles configuration"].startswith("TP4 PP1 DP16, 1 micro")
@@ -316,9 +249,27 @@ def test_no_loss_in_a_job_of_the_paper(
     text = (tmp_path / "table3.md").read_text()
     assert "none is below 0.99" in text
     theirs, ours = (float(row[f"{name}, MLPs again tokens/s"]) for name in AS_THE_PAPER)
-    gain = f"{ours / theirs:.2f} to {ours / theirs:.2f}"
-    assert f"| {gain} | 1.07 to 1.20 |" in text
+    gain = rf"{ours / theirs:.2f} to {ours / theirs:.2f} ± 0\.\d+"
+    assert re.search(rf"\| {gain} \| 1.07 to 1.20 \|", text)
+    # The mean of four batches and its range.
+    assert re.search(rf"\| {float(row['tiles speed-up']):.3f} \(\d\.\d+ to \d\.\d+\) \|", text)
+    assert len(row["tiles seconds"].split()) == 4
     assert theirs < float(row["wlb-llm-paper tokens/s"])
+
+
+def test_a_ratio_of_a_table_has_its_range() -> None:
+    """Of the same batches; a stored row without them has the ratio alone."""
+    row = {"a tokens/s": 2.0, "b tokens/s": 1.6, "a seconds": "1 1", "b seconds": "1 1.5"}
+    gain = speed_up(row, "a", "b")
+    assert gain == SpeedUp.of([1.0, 1.0], [1.0, 1.5])
+    assert _range([row], "a", "b") == f"1.25 to 1.25 ± {gain.high - gain.mean:.3f}"
+    for more in ({"b seconds": "1"}, {"a seconds": "", "b seconds": ""}):
+        alone = speed_up(row | more, "a", "b")
+        assert str(alone) == "1.250"
+        assert _range([row | more], "a", "b") == "1.25 to 1.25"
+    out = row | {"a tokens/s": float("nan")}
+    assert speed_up(out, "a", "b") is None
+    assert _range([row, out], "a", "b").endswith("(not 1 of 2)")
 
 
 def test_some_systems_of_a_table_are_made_anew(
@@ -331,11 +282,11 @@ def test_some_systems_of_a_table_are_made_anew(
     monkeypatch.setattr(tables, "STORED", tmp_path)
     seconds = iter([1.0, 2.0, 4.0, 8.0])
 
-    def found(runner: Runner, case: Case, system: str, *more: object) -> Choice:
+    def found(runner: Runner, case: Case, system: str, extent: Extent, batches: int) -> Choice:
         speed = next(seconds)
         return Choice(system, Candidate(system, 8, 1, 8, 1, 1), 1.0, speed, 1.0, 0.5, 0.25, 1, 1, 0)
 
-    monkeypatch.setattr(tables, "best_of", found)
+    monkeypatch.setattr(Runner, "best", found)
     command = ["paper.py", "beyond", "--models", "llama-8b", "--documents", "pretrain"]
     command += ["--output", str(tmp_path), "--processes", "1", "--batches"]
     rows = []

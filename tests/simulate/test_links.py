@@ -26,7 +26,7 @@ from distca.simulate import (
     simulate,
     training_flags,
 )
-from distca.simulate.search import advise
+from distca.simulate.advice import advise
 from distca.simulate.space import with_slower_links
 from support.simulated import IDEAL
 

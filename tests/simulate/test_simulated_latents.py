@@ -24,7 +24,7 @@ from distca.simulate import (
     simulate_ticks,
     training_flags,
 )
-from distca.simulate.search import advise
+from distca.simulate.advice import advise
 from distca.simulate.space import with_kept_inputs, with_less_memory
 from support.simulated import MODEL
 

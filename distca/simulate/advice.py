@@ -1,0 +1,170 @@
+"""The search for each system's best configuration, which `distca simulate` and benchmarks run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distca.plan.span import Int64s
+from distca.simulate.hybrid import HYBRID
+from distca.simulate.search import Choice, Effort, Evaluate, find_best
+from distca.simulate.space import (
+    with_chains,
+    with_kept_inputs,
+    with_pools,
+    with_slower_links,
+    without_latents,
+    without_ping_pong,
+)
+from distca.simulate.trials import Trials
+from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
+
+_COMPARED, _COMPARED_SEQUENCES = 3, 96
+"""Batches by which a search chooses among the fastest configurations, and their variants; fewer if
+these have as many sequences together, since large batches differ less."""
+_KEPT, _KEPT_WITH_PLANS = 6, 3
+"""Configurations of a baseline, and with `--distca`, that a search compares by these batches: with
+fewer, the best ring of the README's job was missed. Where one batch chooses, one is enough."""
+_LAST_TOLERANCE = 0.2
+"""Tolerance that is tried where nothing fits with the others."""
+_WORTH_IT = 1.01
+"""Ratio up to which steps count as equally long: smaller micro-batches cost a little that is not
+simulated, such as smaller kernels."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Configurations that a search tries.
+
+    Attributes:
+        tensor: tensor-parallel sizes.
+        stages: pipeline sizes.
+        finalists: configurations with `--distca` that are to fit in the first batch.
+        tolerances: values of `Candidate.tolerance` to try beside the workload's; with some, a loose
+            one is tried, too, where nothing fits.
+        in_the_papers_way: whether DistCA has what its paper has, and no variants beyond: neither
+            server pools, chains, inputs that servers keep, nor plans for slower networks.
+    """
+
+    tensor: Sequence[int]
+    stages: Sequence[int]
+    finalists: int = 4
+    tolerances: Sequence[float] = ()
+    in_the_papers_way: bool = False
+
+    def effort(self, system: str, workload: Workload, batches: int) -> Effort:
+        """Returns the effort of the search for a system's best configuration.
+
+        Args:
+            system: one of `SYSTEMS`.
+            workload: model, cluster and sizes.
+            batches: number of all batches.
+        """
+        several = min(-(-_COMPARED_SEQUENCES // workload.sequences), _COMPARED, batches)
+        kept, kept_with_plans = (_KEPT, _KEPT_WITH_PLANS) if several > 1 else (1, 1)
+        if system not in DISTCA_SYSTEMS:
+            return Effort(kept, several)
+        last_tolerance = _LAST_TOLERANCE if self.tolerances else None
+        if self.in_the_papers_way:
+            sweeps = ((self._tolerant, 1.0),)
+            return Effort(kept_with_plans, several, self.finalists, None, sweeps, last_tolerance)
+        return Effort(
+            kept_with_plans,
+            several,
+            self.finalists,
+            with_pools,
+            (
+                (with_chains, _WORTH_IT),
+                (without_latents, 1.0),
+                # A tolerance costs a user nothing.
+                (self._tolerant, 1.0),
+                (with_kept_inputs, 1.0),
+                (without_ping_pong, 1.0),
+                # Last, so that a faster network has the plan with which the search for the slower
+                # one ended.
+                (with_slower_links, 1.0),
+                # The slower network's search may have ended with another tolerance.
+                (self._tolerant_for_slower_links, 1.0),
+            ),
+            last_tolerance,
+        )
+
+    def _tolerant(self, candidate: Candidate, workload: Workload) -> list[Candidate]:
+        return [replace(candidate, tolerance=each) for each in self.tolerances]
+
+    def _tolerant_for_slower_links(
+        self, candidate: Candidate, workload: Workload
+    ) -> list[Candidate]:
+        return self._tolerant(candidate, workload) if candidate.network_divisor > 1 else []
+
+
+def best_of(
+    system: str,
+    workload: Workload,
+    documents: Sequence[Int64s],
+    batches: int,
+    evaluate: Evaluate,
+    extent: Extent,
+) -> Choice:
+    """Finds the best configuration of a system.
+
+    Configurations run the first batch: those of a baseline in the order of their lower bounds, and
+    as long as these are below the time of the few fastest; those with `--distca`, whose planning
+    takes longer, in the order of `estimate`, until enough of them fit, and these with server pools.
+    The fastest of these run up to three batches, by which the best one is chosen; and that with
+    chains, keys and values instead of latents, other tolerances, inputs that are kept, pools
+    without ping-pong, and plans for a slower network, too. The best one runs all batches.
+
+    Args:
+        system: one of `SYSTEMS`.
+        workload: model, cluster and sizes.
+        documents: sequences of the first batch, by which configurations promise.
+        batches: number of all batches.
+        evaluate: simulates configurations.
+        extent: what is tried.
+
+    Raises:
+        ValueError: there is no such system.
+    """
+    effort = extent.effort(system, workload, batches)
+    sizes = extent.tensor, extent.stages, batches
+    return find_best(system, workload, documents, *sizes, evaluate, effort)
+
+
+def advise(
+    workload: Workload,
+    batches: Sequence[Sequence[Int64s]],
+    systems: Sequence[str],
+    tensor: Sequence[int],
+    stages: Sequence[int],
+    finalists: int = 4,
+    tolerances: Sequence[float] = (),
+    trials: Trials | None = None,
+) -> list[Choice]:
+    """Finds the best configuration of each system, as `best_of` does.
+
+    Args:
+        workload: model, cluster and sizes.
+        batches: sequences of each global batch, as `simulate` takes them.
+        systems: names in `SYSTEMS`.
+        tensor, stages, finalists, tolerances: as for `Extent`.
+        trials: what simulates the same workload and batches; None: this process.
+
+    Raises:
+        ValueError: there is no batch or no such system.
+    """
+    if not batches:
+        raise ValueError("no batches to simulate: give at least 1")
+    extent = Extent(tensor, stages, finalists, tolerances)
+    evaluate = (trials or Trials(workload, batches)).first
+    found = {
+        system: best_of(system, workload, batches[0], len(batches), evaluate, extent)
+        for system in sorted(systems, key=_turn)
+    }
+    return [found[system] for system in systems]
+
+
+def _turn(system: str) -> int:
+    """Order of the systems: first those that take longest, last the one whose process takes most
+    memory, when the others have ended."""
+    return (system not in DISTCA_SYSTEMS) + (system == HYBRID)
