@@ -48,13 +48,19 @@ TODAYS_PAIRS = {
 ONE_BATCH = ("table4", "today")
 """Stored tables of one batch."""
 _SIZES = re.compile(
-    r"TP(\d+) PP(\d+) DP(\d+)(?: CP(\d+)(?: \((\d+) by a2a\))?)?, (\d+) micro-batch\(es\)"
-    r"(?:, (\d+) in flight)?(?:, tolerance ([\d.]+))?(?:, in chains of (\d+))?(, inputs kept)?"
+    r"TP(?P<tensor>\d+) PP(?P<stages>\d+) DP(?P<data>\d+)"
+    r"(?: CP(?P<context>\d+)(?: \((?P<all_to_all>\d+) by a2a\))?)?"
+    r", (?P<micro_batches>\d+) micro-batch\(es\)(?: in pools of (?P<pool_size>\d+))?"
+    r"(?:, (?P<max_in_flight>\d+) in flight)?(?:, tolerance (?P<tolerance>[\d.]+))?"
+    r"(?P<latents>, no latents)?(?:, in chains of (?P<chain>\d+))?(?P<kept>, inputs kept)?"
+    r"(?P<whole>, no ping-pong)?"
+    r"(?:, planned for 1/(?P<network_divisor>\d+) of the network's speed)?"
 )
 
 
 def parse(system: str, text: str) -> Candidate | None:
-    """Reads a configuration as `str` writes it; None if the system has none.
+    """Reads a configuration as `str` writes it; None if the system has none, or one with a bound of
+    buffers, which is written in whole megabytes.
 
     Args:
         system: one of `distca.simulate.SYSTEMS`.
@@ -63,15 +69,17 @@ def parse(system: str, text: str) -> Candidate | None:
     found = _SIZES.fullmatch(text)
     if found is None:
         return None
-    tensor, stages, data, context, a2a, number, in_flight, *of_distca = found.groups()
-    tolerance, chain, kept = of_distca
+    named = {name: value for name, value in found.groupdict().items() if value is not None}
+    flags = {name: named.pop(name, None) is not None for name in ("latents", "kept", "whole")}
+    tolerance = named.pop("tolerance", None)
     return Candidate(
-        *(system, int(tensor), int(stages), int(data), int(context or 1), int(number)),
-        max_in_flight=int(in_flight) if in_flight else None,
-        tolerance=float(tolerance) if tolerance else None,
-        chain=int(chain or 1),
-        keeps_inputs=kept is not None,
-        all_to_all=int(a2a or 1),
+        system=system,
+        context=int(named.pop("context", 1)),
+        tolerance=None if tolerance is None else float(tolerance),
+        may_send_latents=not flags["latents"],
+        keeps_inputs=flags["kept"],
+        ping_pong=not flags["whole"],
+        **{name: int(value) for name, value in named.items()},
     )
 
 

@@ -36,6 +36,9 @@ def test_every_figure_and_table_has_a_row_and_no_row_is_empty() -> None:
     [
         Candidate("tiles", 8, 2, 4, 1, 8, tolerance=0.02, keeps_inputs=True),
         Candidate("greedy", 8, 4, 2, 1, 64, max_in_flight=4, tolerance=0.1, chain=2),
+        Candidate("tiles", 2, 1, 32, 1, 4, pool_size=4, keeps_inputs=True, ping_pong=False),
+        Candidate("tiles", 2, 1, 32, 1, 4, tolerance=0.05, network_divisor=2),
+        Candidate("tiles", 2, 1, 32, 1, 4, may_send_latents=False),
         Candidate("wlb-llm", 8, 2, 1, 4, 16),
         Candidate("cp-a2a+p2p", 2, 1, 4, 32, 8, all_to_all=4),
     ],
@@ -47,7 +50,7 @@ def test_stored_configurations_are_read(candidate: Candidate) -> None:
 def test_what_is_no_configuration_runs_not() -> None:
     # An equal job with experts, whose GPUs share them, is not one without.
     (row,) = [r for r in claims.read("today") if r["model"] == "qwen3-30b-a3b"]
-    options = Options(2, 1, 1, 1, "", (row["model"],), ("pretrain",))
+    options = Options(2, 1, "", (row["model"],), ("pretrain",))
     units = dict(spread.units_of(row, spread.pairs_of("today"), options, 1))
     assert set(units) == {
         "tiles",
@@ -59,8 +62,11 @@ def test_what_is_no_configuration_runs_not() -> None:
     }
     assert {unit.case.expert_parallel for unit in units.values()} == {8}
     assert {unit.seed for unit in units.values()} == {1}
-    for text in ("out of memory", "TP8 PP1 DP8, 1 micro-batch(es), 2 head groups"):
-        assert spread.parse("tiles", text) is None
-    options = Options(1, 1, 1, 1, "", ("llama-8b",), ("pretrain",))
+    sizes = "TP8 PP1 DP8, 1 micro-batch(es)"
+    for more in (", 2 head groups", ", buffers of 252 MB"):
+        assert spread.parse("tiles", sizes) is not None
+        assert spread.parse("tiles", sizes + more) is None
+    assert spread.parse("tiles", "out of memory") is None
+    options = Options(1, 1, "", ("llama-8b",), ("pretrain",))
     with pytest.raises(ValueError, match="give at least 2"):
         spread.over_batches("table4", None, options)  # type: ignore[arg-type]
