@@ -113,7 +113,8 @@ def build_parser() -> Parser:
         type=int,
         metavar="N",
         help="Global batches to simulate. Default: enough for ratios within about 0.01, which "
-        f"is {enough_batches(32)} of 32 sequences, {enough_batches(512)} of 512.",
+        f"is {enough_batches(32)} of 32 sequences; {enough_batches(96)} of 96 or more, whose range "
+        "may be wider.",
     )
     documents.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
