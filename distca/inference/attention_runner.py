@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -218,9 +219,10 @@ class NewRows:
 
     def ids(self, tokens: Mapping[int, Sequence[int]]) -> Int64s:
         """Token ids; `tokens` are the new ones of each sequence."""
-        theirs = [np.array(tokens[sequence], dtype=np.int64) for sequence in self.part.sequences]
+        theirs = [tokens[sequence] for sequence in self.part.sequences]
         begins = np.cumsum([0, *map(len, theirs)])[:-1] - self.part.before.sum(axis=1)
-        return np.concatenate(theirs)[begins[self.document] + self.positions]
+        joined = np.fromiter(itertools.chain.from_iterable(theirs), dtype=np.int64)
+        return joined[begins[self.document] + self.positions]
 
 
 class _Attention(Protocol):

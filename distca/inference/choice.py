@@ -1,25 +1,70 @@
-"""The next token of a sequence, chosen by its logits."""
+"""The next tokens of sequences, chosen by their logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distca.inference.messages import NewRequest, SampledToken
-from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
+from distca.inference.sampling import (
+    Penalties,
+    TokenLogprobs,
+    UnusableLogitsError,
+    check_highest,
+    take_likeliest,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
-def choose_token(admitted: NewRequest, tokens: Sequence[int], logits: torch.Tensor) -> SampledToken:
-    """Chooses the token that follows a sequence; says why none can be chosen, if so.
+@dataclass(frozen=True)
+class Choice:
+    """A token to choose.
 
-    Args:
+    Attributes:
         admitted: what the sequence was admitted with.
         tokens: prompt, and the answer so far.
         logits: logits of the next token, float32 `[vocabulary]`.
     """
+
+    admitted: NewRequest
+    tokens: Sequence[int]
+    logits: torch.Tensor
+
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether it is the likeliest token by the logits as they are, and no more is told."""
+        admitted = self.admitted
+        greedy = admitted.sampling.temperature == 0 and admitted.penalties == Penalties()
+        return greedy and admitted.logprobs is None
+
+
+def choose_tokens(choices: Sequence[Choice]) -> list[SampledToken]:
+    """Chooses the token that follows each sequence; says why none can be chosen, if so."""
+    likeliest = [each for each in choices if each.is_likeliest]
+    found = dict(zip([id(each) for each in likeliest], _likeliest(likeliest), strict=True))
+    return [found.get(id(each)) or _choose(each) for each in choices]
+
+
+def _likeliest(choices: Sequence[Choice]) -> list[SampledToken]:
+    """Takes the likeliest tokens of all sequences at once."""
+    if not choices:
+        return []
+    highest, tokens = take_likeliest([each.logits for each in choices])
+    found = []
+    for each, high, token in zip(choices, highest, tokens, strict=True):
+        try:
+            check_highest(high)
+            found.append(SampledToken(each.admitted.number, token, None))
+        except UnusableLogitsError as error:
+            found.append(SampledToken(each.admitted.number, -1, None, str(error)))
+    return found
+
+
+def _choose(choice: Choice) -> SampledToken:
+    admitted, tokens, logits = choice.admitted, choice.tokens, choice.logits
     prompt, answer = tokens[: admitted.prompt], tokens[admitted.prompt :]
     changed = admitted.penalties.apply(logits, prompt, answer)
     try:

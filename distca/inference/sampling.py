@@ -44,6 +44,20 @@ def check_highest(highest: float) -> None:
         raise UnusableLogitsError(UNUSABLE[kind])
 
 
+def take_likeliest(logits: Sequence[torch.Tensor]) -> tuple[list[float], list[int]]:
+    """Returns the highest logit of each of some sequences, and its token: the first, of several.
+
+    Args:
+        logits: logits of each, `[vocabulary]`.
+    """
+    import torch
+
+    # Both travel from a device together.
+    found = torch.stack([each.double() for each in torch.stack([*logits]).max(1)])
+    highest, tokens = found.tolist()
+    return highest, [int(token) for token in tokens]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The choice of tokens.
@@ -75,10 +89,9 @@ class SamplingParams:
         import torch
 
         if self.temperature == 0:
-            # Both travel from a device together.
-            highest, token = torch.stack([each.double() for each in logits.max(0)]).tolist()
+            (highest,), (token,) = take_likeliest([logits])
             check_highest(highest)
-            return int(token)
+            return token
         logits = logits.double().cpu()
         highest = float(logits.max())
         check_highest(highest)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distca.attention import select_kernel
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.attention_runner import LayerWatch
-from distca.inference.choice import choose_token
+from distca.inference.choice import Choice, choose_tokens
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import capture_for
 from distca.inference.messages import (
@@ -233,15 +233,12 @@ class Worker:
             with self._transport.checked(), self._trace.span(*_span(plan)):
                 self.logits = self._model.run(plan, fed, scoring)
             self._ran = True
-        chosen = [
-            choose_token(
-                self._sequences[feed.number].admitted,
-                self._sequences[feed.number].tokens,
-                self.logits[feed.number],
-            )
-            for feed in iteration.feed
-            if feed.samples and feed.number in self.logits
-        ]
+        choices = []
+        for feed in iteration.feed:
+            if feed.samples and feed.number in self.logits:
+                sequence = self._sequences[feed.number]
+                choices.append(Choice(sequence.admitted, sequence.tokens, self.logits[feed.number]))
+        chosen = choose_tokens(choices)
         chosen += [
             SampledToken(number, -1, None, each.failed)
             for number, each in scoring.items()
@@ -269,7 +266,8 @@ class Worker:
 
     def _bytes_by_sequence(self, plan: BatchPlan) -> dict[int, int]:
         """Bytes that an iteration moved for each sequence, which one process alone counts."""
-        if not self._settings.counts_bytes or not plan.members:
+        alone = self._settings.processes == 1
+        if not self._settings.counts_bytes or not plan.members or alone:
             return {}
         if self._process != min(plan.members) * self._settings.tensor_parallel_size:
             return {}

@@ -239,8 +239,14 @@ def map_indices(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) 
 
 @cache
 def _field_names(kind: type) -> tuple[str, ...]:
-    """Fields of a dataclass; other types have none. A step maps many values of few types."""
-    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
+    """Fields of a dataclass that may have tensors; other types have none.
+
+    A step maps many values of few types.
+    """
+    plain = ("int", "bool", int, bool)
+    if not is_dataclass(kind):
+        return ()
+    return tuple(each.name for each in fields(kind) if each.type not in plain)
 
 
 def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:

@@ -38,6 +38,8 @@ class BatchEntry:
 
     def rows(self, end: int, block_size: int, world_size: int) -> Int64s:
         """Returns the rows of the positions before `end` on each rank, int64 `[ranks]`."""
+        if world_size == 1:
+            return np.array([end], dtype=np.int64)
         full, rest = divmod(end, block_size)
         rows = np.bincount(self.ranks[:full], minlength=world_size) * block_size
         if rest:

@@ -402,7 +402,9 @@ class Scheduler:
         return sum(self._cache.available(rank) for rank in self._computing)
 
     def _has_blocks(self, each: Request, count: int) -> bool:
-        return self._blocks_missing(each, count) <= self._available() - self._promised(each)
+        missing = self._blocks_missing(each, count)
+        # Most decoded tokens need none.
+        return missing <= 0 or missing <= self._available() - self._promised(each)
 
     def _promised(self, each: Request) -> int:
         """Blocks that prompts which run for others than this sequence will still need."""
@@ -430,8 +432,10 @@ class Scheduler:
             Tokens that it can be fed, at most `count`, and at least 1, for which others may have to
             give up their blocks.
         """
+        if not self._limits.servers:
+            return count
         missing = self._blocks_missing(each, count) - self._available()
-        if not self._limits.servers or missing <= 0:
+        if missing <= 0:
             return count
         long = self._long()
         short = [other for other in self._running if len(other.tokens) < self._limits.short]
@@ -441,7 +445,8 @@ class Scheduler:
 
     def _add_blocks(self, each: Request, count: int) -> None:
         """Adds blocks, on the ranks that should own them or, where these are full, on others."""
-        for rank in self._owners.of_new_blocks(each, count, self._blocks_missing(each, count)):
+        missing = self._blocks_missing(each, count)
+        for rank in self._owners.of_new_blocks(each, count, missing) if missing else ():
             if not self._cache.available(rank):
                 rank = max(self._computing, key=self._cache.available)
             each.blocks.append(self._cache.take(rank))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import zmq
 
-from distca.inference.choice import choose_token
+from distca.inference.choice import Choice, choose_tokens
 from distca.inference.messages import NewRequest, SampledToken, decoder, encode
 from distca.inference.pool_model import PoolModel
 from distca.schedule.serving.blocks import BlockPool
@@ -271,7 +271,7 @@ class DecodeWorker:
             logits = self._run(fed)
             for transfer, each in batch:
                 number = each.admit.number
-                chosen.append(choose_token(each.admit, each.tokens, logits[number]))
+                chosen += choose_tokens([Choice(each.admit, each.tokens, logits[number])])
                 if chosen[-1].failed is not None:
                     self._apply(hand.Finish(transfer))
                     continue

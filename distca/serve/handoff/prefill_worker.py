@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import zmq
 
-from distca.inference.choice import choose_token
+from distca.inference.choice import Choice, choose_tokens
 from distca.inference.messages import decoder, encode
 from distca.inference.pool_model import PoolModel
 from distca.plan.span import Int64s, expand_ranges
@@ -141,7 +141,9 @@ class PrefillWorker:
         self._done, self._running = message.number, None
         chosen = None
         if message.admit is not None and sequence in logits:
-            chosen = choose_token(message.admit, message.admit.tokens, logits[sequence])
+            (chosen,) = choose_tokens(
+                [Choice(message.admit, message.admit.tokens, logits[sequence])]
+            )
         return ChunkDone(
             self._rank,
             message.number,
