@@ -35,6 +35,9 @@ LENGTHS = (LEAST + 1, 150, 311, 700)
 SECONDS = 600.0
 """Until ranks that do not work have failed: longer than they take to start on a busy machine."""
 
+LEASE = 30.0
+"""Seconds of a lease: engines look for ranks that are new a few times in it."""
+
 _LATENTS: dict[str, Any] = {
     # vLLM's kernel of latent attention on CPUs has these two sizes alone.
     "kv_lora_rank": 512,
@@ -217,7 +220,7 @@ def prefill(model: Any, address: str, count: int) -> RankDone:
 
     try:
         changes = {"block_size": 16, "step_timeout": SECONDS}
-        return prefill_with(model, address, count, changes, chunk=96, lease=SECONDS)
+        return prefill_with(model, address, count, changes, chunk=96, lease=LEASE)
     finally:
         # The next model has ranks of its own.
         parallel_state.destroy_model_parallel()
