@@ -72,6 +72,9 @@ _NOT_APPLIED: dict[str, Any] = {
 """Fields of a generation config that change the likeliest answer and are not applied, with the
 values that change nothing; None changes nothing in any."""
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts that a token chooses among, in one family or another."""
+
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -322,7 +325,8 @@ def model_size(model: ServedModel) -> ModelSize:
     width, experts = int(config.intermediate_size), None
     if chosen := getattr(config, "num_experts_per_tok", None):
         of_expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        width, experts = 0, Experts(config.num_experts, chosen, of_expert)
+        count = next(filter(None, (getattr(config, name, None) for name in _EXPERTS)))
+        width, experts = 0, Experts(count, chosen, of_expert)
     return ModelSize(
         layers=len(model.windows),
         hidden_size=int(config.hidden_size),
