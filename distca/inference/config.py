@@ -86,7 +86,8 @@ class EngineConfig:
     @property
     def moves_blocks(self) -> bool:
         """Whether blocks change their ranks."""
-        return self.limits.servers > 0 or self.limits.evens_out
+        limits = self.limits
+        return limits.servers > 0 or limits.evens_out or limits.growing is not None
 
     @property
     def masks(self) -> tuple[Mask, ...]:

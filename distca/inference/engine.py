@@ -30,7 +30,8 @@ from distca.schedule.serving.iteration import BatchEntry
 from distca.schedule.serving.limits import is_long
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.schedule.serving.scheduler import ScheduledTokens, Scheduler, SchedulerOutput
+from distca.schedule.serving.scheduled import ScheduledTokens, SchedulerOutput
+from distca.schedule.serving.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, digests
-from distca.schedule.serving.scheduler import Scheduler, SchedulerOutput
+from distca.schedule.serving.scheduled import SchedulerOutput
+from distca.schedule.serving.scheduler import Scheduler
 
 RANKS, BLOCKS, SIZE = 2, 6, 4
 

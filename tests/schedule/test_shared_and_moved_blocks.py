@@ -4,15 +4,49 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.cdsp import Chunk, Coefficients, PrefillModel, PrefillPlan, Search
+from distca.schedule.serving.cdsp.groups import Ranks
+from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.schedule.serving.prefix_cache import Block, PrefixCache
-from distca.schedule.serving.scheduler import MOST_SCORED, Scheduler, SchedulerOutput
+from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
+from distca.schedule.serving.scheduled import SchedulerOutput
+from distca.schedule.serving.scheduler import MOST_SCORED, Scheduler
 
 SIZE = 4
+# A rank is as fast as two for 10 tokens, and slower for more.
+TIMES = PrefillModel(
+    "any", "any", {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
+)
+GROWING = GrowingGroups(Search(TIMES, smallest_chunk=SIZE))
+
+
+class AnyGroups(GrowingGroups):
+    """Any chunks on any nested groups, of any number of ranks."""
+
+    def plan(
+        self, queued: Sequence[float], tokens: int, cached: int, holders: Ranks
+    ) -> PrefillPlan:
+        chance = random.Random(f"{queued} {tokens} {cached} {sorted(holders)}")
+        if chance.random() < 0.3:
+            tokens, cached, holders = tokens + cached, 0, frozenset()
+        others = [rank for rank in range(len(queued)) if rank not in holders]
+        chance.shuffle(others)
+        chunks = []
+        while tokens:
+            more = chance.randint(not holders and not chunks, min(len(others), 2))
+            holders, others = holders | {*others[:more]}, others[more:]
+            count = chance.randint(1, tokens)
+            chunks.append(Chunk(cached, count, holders, 0.0, 0.0))
+            cached, tokens = cached + count, tokens - count
+        return PrefillPlan(tuple(chunks))
+
+
+ANY_GROUPS = AnyGroups(Search(TIMES))
 
 
 class Walk:
@@ -24,9 +58,18 @@ class Walk:
         servers: those that have no weights.
         blocks: blocks of a rank.
         enabled: whether the prefix cache is on.
+        growing: how prompts are given ranks of their own; None: they are not.
     """
 
-    def __init__(self, seed: int, ranks: int, servers: int, blocks: int, enabled: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        ranks: int,
+        servers: int,
+        blocks: int,
+        enabled: bool,
+        growing: GrowingGroups | None = None,
+    ) -> None:
         self.chance, self.ranks, self.servers, self.blocks = (
             random.Random(seed),
             ranks,
@@ -34,7 +77,9 @@ class Walk:
             blocks,
         )
         self.cache = PrefixCache(BlockPool(ranks, blocks, SIZE), enabled)
-        self.scheduler = Scheduler(self.cache, SchedulerConfig(4, 16, SIZE, 9, servers), b"model")
+        limits = SchedulerConfig(4, 16, SIZE, 9, servers, growing=growing)
+        self.growing = growing
+        self.scheduler = Scheduler(self.cache, limits, b"model")
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[Block]] = {}
         self.rows: dict[tuple[Block, int], tuple[int, ...]] = {}
@@ -42,7 +87,8 @@ class Walk:
 
     def arrive(self) -> None:
         """Answers to a prompt, of which one computes it and the others follow."""
-        length, alike = self.chance.randint(1, 24), self.chance.choice([0, 6, 20])
+        most = 24 if self.servers else min(40, self.ranks * self.blocks * SIZE - 12)
+        length, alike = self.chance.randint(1, most), self.chance.choice([0, 6, 20])
         choices = self.chance.choice([1, 1, 3])
         prompt = [7] * min(alike, length) + [100 + self.number] * max(length - alike, 0)
         leader = self.number
@@ -84,7 +130,8 @@ class Walk:
             self.tables[feed.sequence] += feed.new_blocks
             assert all(block.rank < self.ranks - self.servers for block in feed.new_blocks[-1:])
         for move in batch.moves:
-            assert move.to.rank >= self.ranks - self.servers > move.source.rank
+            if self.growing is None:
+                assert move.to.rank >= self.ranks - self.servers > move.source.rank
             if move.sequence in self.tables:
                 assert self.tables[move.sequence][move.index] == move.source
                 self.tables[move.sequence][move.index] = move.to
@@ -121,14 +168,29 @@ class Walk:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "servers", "blocks", "enabled"),
-    [(2, 0, 6, True), (2, 0, 6, False), (3, 1, 5, True), (3, 2, 4, False)],
+    ("ranks", "servers", "blocks", "enabled", "growing"),
+    [
+        (2, 0, 6, True, None),
+        (2, 0, 6, False, None),
+        (4, 0, 7, False, None),
+        (3, 1, 5, True, None),
+        (3, 2, 4, False, None),
+        (2, 0, 14, True, ANY_GROUPS),
+        (4, 0, 7, False, ANY_GROUPS),
+        (5, 1, 6, True, ANY_GROUPS),
+    ],
 )
 def test_no_block_is_lost_or_mixed_up(
-    ranks: int, servers: int, blocks: int, enabled: bool, full: bool
+    ranks: int,
+    servers: int,
+    blocks: int,
+    enabled: bool,
+    growing: GrowingGroups | None,
+    full: bool,
 ) -> None:
+    moved = 0
     for seed in range(200 if full else 20):
-        walk = Walk(seed, ranks, servers, blocks, enabled)
+        walk = Walk(seed, ranks, servers, blocks, enabled, growing)
         for _ in range(40):
             if walk.chance.random() < 0.3:
                 walk.arrive()
@@ -141,7 +203,52 @@ def test_no_block_is_lost_or_mixed_up(
             assert all(walk.cache.free(rank) == blocks for rank in range(ranks))
         walk.cache.reset()
         assert all(walk.cache.free(rank) == blocks for rank in range(ranks))
-        assert (walk.moves > 0) == (servers > 0)
+        moved += walk.moves
+        assert growing or (walk.moves > 0) == (servers > 0)
+    assert moved or not growing
+
+
+def test_a_prompt_begins_on_ranks_that_are_free_and_goes_on_with_more() -> None:
+    cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+    scheduler = Scheduler(cache, SchedulerConfig(4, 40, SIZE, 9, growing=GROWING), b"model")
+    scheduler.add(0, [1] * 9, 2)
+    scheduler.add(1, [2] * 40, 5)
+    ranks: dict[int, list[list[int]]] = {0: [], 1: []}
+    moves = []
+    while (batch := scheduler.schedule()) is not None:
+        for feed in batch.feeds:
+            ranks[feed.sequence].append([block.rank for block in feed.new_blocks])
+        moves.append([(each.sequence, each.index, each.to.rank) for each in batch.moves])
+        scheduler.advance(batch, {feed.sequence: 3 for feed in batch.feeds if feed.samples})
+    # The short one has a rank of its own; the long one has the other, until both are free.
+    assert ranks[0] == [[0] * 3, []]
+    assert ranks[1] == [[1] * 2, [0, 0, 1, 1, 1, 1, 0, 0], [1], [], [], []]
+    # Blocks of the first chunk go to the new member first.
+    assert moves == [[], [(1, 1, 0)], [], [], [], []]
+
+
+def test_a_follower_goes_on_where_its_prompt_is() -> None:
+    """Answers to a prompt that more ranks hold than the largest group has."""
+    cache = PrefixCache(BlockPool(3, 40, SIZE))
+    scheduler = Scheduler(cache, SchedulerConfig(4, 99, SIZE, 9, growing=GROWING), b"model")
+    digests = extend_digests([], [7] * 24, SIZE, b"model")
+    blocks = [cache.take(number % 3) for number in range(6)]
+    for block, digest in zip(blocks, digests, strict=True):
+        cache.keep(block, digest)
+    cache.release(blocks)
+    scheduler.add(0, [7] * 25, 9)
+    feeds = []
+    while (batch := scheduler.schedule()) is not None:
+        feeds += batch.feeds
+        scheduler.advance(batch, {0: 3})
+    assert (feeds[0].start, feeds[0].count) == (24, 1)
+    assert {block.rank for feed in feeds for block in feed.new_blocks} <= {0, 1, 2}
+    with pytest.raises(ValueError, match="leave the chain"):
+        SchedulerConfig(4, 99, SIZE, 9, growing=GROWING, evens_out=True)
+    with pytest.raises(ValueError, match="no strategy 'fast'"):
+        GrowingGroups(Search(TIMES), "fast")
+    with pytest.raises(ValueError, match="leave out tokens_per_rank"):
+        GrowingGroups(Search(TIMES, tokens_per_rank=9))
 
 
 def test_one_answer_computes_the_prompt_of_all() -> None:

@@ -14,6 +14,8 @@ from distca.cost.volume import AttentionShape
 from distca.inference.machine import Machine
 from distca.inference.models import read_model
 from distca.inference.sampling import Penalties, SamplingParams
+from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
+from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.limits import SchedulerConfig
@@ -23,6 +25,11 @@ from support.ranks import Ranks
 from support.small_models import save_small_model
 
 CHAIN = Chain(3, (0.5, 0.3, 0.2))
+TIMES = PrefillModel(
+    "any", "any", {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
+)
+GROWING = GrowingGroups(Search(TIMES, smallest_chunk=BLOCK))
+"""Ten tokens are as soon computed by one rank as by two."""
 SLOW_LINKS = Machine.described(False, 0.001, None).selector(
     "simulated", AttentionShape(2, 1, 16, 4), 2
 )
@@ -60,6 +67,8 @@ def requests() -> list[tuple]:
         ("llama", 2, 16, 7, {}),
         ("llama", 3, 64, 60, {"strategy": "pass-q"}),
         ("llama", 3, 16, 60, {"limits": SchedulerConfig(8, 16, BLOCK, 12, chain=CHAIN)}),
+        ("llama", 4, 48, 60, {"limits": SchedulerConfig(8, 48, BLOCK, 12, growing=GROWING)}),
+        ("gemma3_text", 3, 32, 7, {"limits": SchedulerConfig(8, 32, BLOCK, 0, growing=GROWING)}),
         ("gemma3_text", 2, 512, 60, {"prefix_caching": False, "transport": "shm"}),
         ("llama", 2, 64, 60, {"tensor_parallel_size": 2, "strategy": SLOW_LINKS}),
         ("llama", 3, 64, 60, {"strategy": "sp-ntp", "head_groups": 4}),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distca.schedule.serving.growing_groups import remaining
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.request import Request
@@ -32,7 +33,11 @@ class BlockOwners:
             count: tokens that are fed next.
             blocks: blocks that they add.
         """
-        return self._in_chain(each, count, blocks) or self._evenly(each, blocks)
+        if each.pieces:
+            left = remaining(each)
+            piece = left[0] if left else each.pieces[-1]
+            return self._evenly(each, blocks, sorted(piece.ranks), decoded=not left)
+        return self._in_chain(each, count, blocks) or self._at_home(each, blocks)
 
     def home(self, each: Request, others: Sequence[int]) -> int:
         """Returns the rank of a short sequence.
@@ -54,22 +59,30 @@ class BlockOwners:
             ),
         )
 
-    def _evenly(self, each: Request, count: int) -> list[int]:
-        """Ranks that should own so many blocks that a feed adds, so that all have as many."""
-        ranks = len(self._computing)
-        if len(each.tokens) < self._limits.short or not count:
+    def _at_home(self, each: Request, count: int) -> list[int]:
+        """Ranks that should own so many blocks that a feed adds: its home or, if it is long, all
+        that compute."""
+        if len(each.tokens) < self._limits.short:
             return [each.home] * count
-        if each.computed >= each.prompt:
+        return self._evenly(each, count, self._computing, each.computed >= each.prompt)
+
+    def _evenly(self, each: Request, count: int, group: Sequence[int], decoded: bool) -> list[int]:
+        """Ranks of a group that should own so many blocks that a feed adds, so that all have as
+        many."""
+        if not count:
+            return []
+        ranks, members = len(group), np.array(group)
+        if decoded:
             blocks = len(each.blocks) + np.arange(count)
             stripes = blocks * self._block_size // self._limits.stripe
-            return [*map(int, (stripes + each.number) % ranks)]
+            return [*map(int, members[(stripes + each.number) % ranks])]
         part = np.arange(count) * 2 * ranks // count
         owners = np.minimum(part, 2 * ranks - 1 - part)
         if count % (2 * ranks):
-            held = np.bincount([block.rank for block in each.blocks], minlength=ranks)[:ranks]
+            held = np.array([sum(block.rank == rank for block in each.blocks) for rank in group])
             more = np.bincount(owners, minlength=ranks)
             owners += min(range(ranks), key=lambda by: int(np.ptp(held + np.roll(more, by))))
-        return [*map(int, owners % ranks)]
+        return [*map(int, members[owners % ranks])]
 
     def _in_chain(self, each: Request, count: int, blocks: int) -> list[int]:
         """Ranks of the blocks that a chunk adds, by the chain or the levels, if it has any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.partitions import Chain
 
@@ -22,6 +23,7 @@ class SchedulerConfig:
         chain: who shares out chunks of long sequences, a chain or levels; None: in zigzag.
         evens_out: whether blocks move once a prompt is computed, until all ranks hold equal shares,
             as a chain does not leave them.
+        growing: how each long sequence is given ranks of its own; None: it has all ranks.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -34,12 +36,18 @@ class SchedulerConfig:
     servers: int = 0
     chain: Chain | Levels | None = None
     evens_out: bool = False
+    growing: GrowingGroups | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < self.sequences:
             raise ValueError(
                 f"an iteration of {self.tokens} tokens cannot feed one of each of {self.sequences} "
                 "sequences: raise --max-num-batched-tokens, or lower --max-num-seqs"
+            )
+        if self.growing is not None and (self.chain is not None or self.evens_out):
+            raise ValueError(
+                "groups that grow share out prompts themselves: leave the chain, the levels and "
+                "evening out"
             )
 
 

@@ -11,7 +11,7 @@ fewest to attend to. Decoding reads all of them, so equal shares are read soones
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,12 +87,18 @@ class Mover:
                     moves.append(self._move(each, index, rank))
         return moves
 
-    def even_out(self, sequences: Iterable[Movable]) -> list[BlockTransfer]:
+    def even_out(
+        self, sequences: Iterable[Movable], group: Collection[int] | None = None
+    ) -> list[BlockTransfer]:
         """Moves blocks until ranks hold equal shares of a sequence, but for a block.
 
         The last blocks of a rank go, where no other sequence has them and there is room.
+
+        Args:
+            sequences: sequences.
+            group: ranks that share them; None: all that compute.
         """
-        moves, ranks = [], range(self._computing)
+        moves, ranks = [], sorted(range(self._computing) if group is None else group)
         for each in sequences:
             held = Counter(block.rank for block in each.blocks)
             mine: dict[int, list[int]] = {rank: [] for rank in ranks}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.schedule.serving.cdsp.prefill_blocks import Piece
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block
 
@@ -65,6 +66,7 @@ class Request:
         chain: chain that shares out the prompt; None: that of all sequences.
         settled: full blocks of which it is known whether they move.
         evened_out: whether its blocks have been moved so that ranks hold equal shares.
+        pieces: chunks of a prompt that has ranks of its own, with these ranks.
         priority: sequences of a lower number are admitted before those of a higher one.
         salt: what its keys and values depend on beside its tokens and the model.
     """
@@ -87,6 +89,7 @@ class Request:
     chain: Chain | None = None
     settled: int = 0
     evened_out: bool = False
+    pieces: Sequence[Piece] = ()
     priority: int = 0
     salt: bytes = b""
 

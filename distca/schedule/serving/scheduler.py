@@ -11,7 +11,8 @@ until `abort` releases them, and it is admitted once there are blocks for all of
 
 Blocks of a short sequence lie on one rank, its *home*, which computes it without any exchange. Of a
 long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain a
-chunk is cut between blocks: each lies on one rank, where other sequences can find it.
+chunk is cut between blocks: each lies on one rank, where other sequences can find it. With groups
+that grow, a long sequence has ranks of its own, more from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -19,69 +20,18 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from distca.schedule.serving.block_owners import BlockOwners
+from distca.schedule.serving.growing_groups import GroupGiver, grown, remaining
 from distca.schedule.serving.limits import SchedulerConfig, is_long
 from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
-from distca.schedule.serving.request import FinishReason, Request, SharedPrompt
+from distca.schedule.serving.prefix_cache import PrefixCache, extend_digests
+from distca.schedule.serving.request import Request, SharedPrompt
+from distca.schedule.serving.scheduled import ScheduledTokens, SchedulerOutput, TokenUpdate
 
 MOST_SCORED = 256
 """Tokens of prompts that are scored, of an iteration: each has logits of the whole vocabulary."""
-
-
-@dataclass(frozen=True)
-class ScheduledTokens:
-    """What an iteration feeds of a sequence.
-
-    Attributes:
-        sequence: number of the sequence.
-        start: position of the first token that is fed.
-        count: tokens that are fed.
-        samples: whether the token that follows is chosen.
-        new_blocks: blocks that were added since the sequence's last feed; all, if `start` is that
-            of its admission.
-        admitted: whether the sequence was not running before.
-    """
-
-    sequence: int
-    start: int
-    count: int
-    samples: bool
-    new_blocks: tuple[Block, ...]
-    admitted: bool
-
-
-@dataclass(frozen=True)
-class SchedulerOutput:
-    """An iteration.
-
-    Attributes:
-        feeds: what is fed, the oldest sequence first.
-        preempted: sequences that gave up their blocks, and wait again.
-        moves: blocks that change their ranks before anything else.
-    """
-
-    feeds: tuple[ScheduledTokens, ...]
-    preempted: tuple[int, ...]
-    moves: tuple[BlockTransfer, ...] = ()
-
-
-@dataclass(frozen=True)
-class TokenUpdate:
-    """What an iteration brought a sequence.
-
-    Attributes:
-        sequence: number of the sequence.
-        token: token that was chosen.
-        finish: why the answer has ended; None: it goes on.
-    """
-
-    sequence: int
-    token: int
-    finish: FinishReason | None
 
 
 class Scheduler:
@@ -113,6 +63,7 @@ class Scheduler:
         self._computing = range(self._world_size - limits.servers)
         self._mover = Mover(cache, limits.servers, limits.stripe)
         self._owners = BlockOwners(cache, self._computing, limits)
+        self._groups = GroupGiver(cache, len(self._computing), limits)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         # Prompts that are computed, and whose blocks others read until they are aborted.
@@ -242,13 +193,15 @@ class Scheduler:
         moves = self._mover.settle(self._long())
         if self._limits.evens_out:
             moves += self._mover.even_out(self._just_computed())
+        for each, group in grown(self._running):
+            moves += self._mover.even_out([each], group)
         left, scored = self._limits.tokens, MOST_SCORED
         number = 0
         while number < len(self._running) and left:
             each = self._running[number]
             # Every sequence after this one gets a token at least.
             others = len(self._running) - number - 1
-            count = min(len(each.tokens) - each.computed, max(left - others, 1))
+            count = min(self._next_tokens(each), max(left - others, 1))
             if each.scored:
                 count = min(count, scored)
                 scored -= count
@@ -272,7 +225,8 @@ class Scheduler:
                 break
             each = self._waiting[0]
             self._look_up(each)
-            count = min(len(each.tokens) - each.computed, left)
+            self._groups.give(each, self._running)
+            count = min(self._next_tokens(each), left)
             if each.scored:
                 count = min(count, scored)
                 scored -= count
@@ -360,14 +314,20 @@ class Scheduler:
         if rest:
             self._followers[first.number] = rest
         else:
-            self._cache.let_go(each.digests)
+            self._forget_prompt(each)
 
     def _let_go(self, leader: int) -> None:
         """Notes that nobody waits any more for a sequence's prompt."""
         del self._followers[leader]
         for each in (*self._waiting, *self._running):
             if each.number == leader:
-                self._cache.let_go(each.digests)
+                self._forget_prompt(each)
+
+    def _forget_prompt(self, each: Request) -> None:
+        """Lets go what is kept of a prompt for those that waited for it."""
+        # One that was to lead and never ran has no digests yet; a leader before it left blocks.
+        self._extend_digests(each)
+        self._cache.let_go(each.digests)
 
     def _leave_prefix(self, each: Request) -> None:
         """Notes that a sequence waits no more for the blocks of its prompt."""
@@ -393,6 +353,11 @@ class Scheduler:
         samples = not each.holds and each.computed + count == len(each.tokens)
         new = tuple(each.blocks[known:])
         return ScheduledTokens(each.number, each.computed, count, samples, new, admitted)
+
+    def _next_tokens(self, each: Request) -> int:
+        """Tokens that a sequence can be fed next: at most its chunk, if it has chunks."""
+        left = remaining(each)
+        return (left[0].end if left else len(each.tokens)) - each.computed
 
     def _blocks_missing(self, each: Request, count: int) -> int:
         return -(-(each.computed + count) // self._block_size) - len(each.blocks)
@@ -492,4 +457,4 @@ class Scheduler:
 
     def _give_back(self, each: Request) -> None:
         self._cache.release(each.blocks)
-        each.blocks, each.settled, each.evened_out = [], 0, False
+        each.blocks, each.settled, each.evened_out, each.pieces = [], 0, False, ()

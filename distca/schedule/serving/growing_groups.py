@@ -1,0 +1,78 @@
+"""Groups of ranks that grow from chunk to chunk: each long sequence gets ranks of its own.
+
+Tetris' chunkwise dynamic sequence parallelism, as a choice of the scheduler. When a sequence is
+admitted, its chunks and their ranks are planned by the seconds for which each rank still has
+prompts to compute. Groups are nested, so keys and values only move to new members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from distca.schedule.serving.cdsp.groups import Ranks
+from distca.schedule.serving.cdsp.prefill_blocks import Piece, cut_at_blocks
+from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.prefix_cache import PrefixCache
+from distca.schedule.serving.request import Request
+
+
+class GroupGiver:
+    """What gives sequences their ranks.
+
+    Args:
+        cache: blocks of all ranks.
+        ranks: number of ranks that compute, the first ones.
+        limits: bounds and rules.
+    """
+
+    def __init__(self, cache: PrefixCache, ranks: int, limits: SchedulerConfig) -> None:
+        self._cache, self._ranks, self._limits = cache, ranks, limits
+
+    def give(self, each: Request, running: Sequence[Request]) -> None:
+        """Gives a long sequence its chunks, if groups grow; the blocks that it has may go.
+
+        Args:
+            each: sequence, with the blocks that the prefix cache has of it.
+            running: sequences that run, in the order in which they were admitted.
+        """
+        growing = self._limits.growing
+        if growing is None or len(each.tokens) < self._limits.short:
+            return
+        # Ranks without weights are in no group.
+        holders = frozenset(block.rank for block in each.blocks if block.rank < self._ranks)
+        left = len(each.tokens) - each.computed
+        plan = growing.plan(self._queued(running), left, each.computed, holders)
+        if plan is None:
+            each.pieces = (Piece(each.computed, len(each.tokens), holders),)
+            return
+        each.pieces = cut_at_blocks(plan.chunks, self._cache.pool.block_size)
+        if each.pieces[0].start < each.computed:
+            # It is computed sooner without the ranks that hold its beginning.
+            self._cache.release(each.blocks)
+            each.blocks, each.computed = [], 0
+
+    def _queued(self, running: Iterable[Request]) -> list[float]:
+        """Seconds for which each rank still has prompts to compute."""
+        growing, free = self._limits.growing, [0.0] * self._ranks
+        assert growing is not None
+        for each in running:
+            for piece in remaining(each):
+                start = max(piece.start, each.computed)
+                seconds = growing.seconds(len(piece.ranks), start, piece.end - start)
+                end = max(free[rank] for rank in piece.ranks) + seconds
+                for rank in piece.ranks:
+                    free[rank] = end
+        return free
+
+
+def remaining(each: Request) -> Sequence[Piece]:
+    """Returns the chunks of a sequence that are not all computed."""
+    return [piece for piece in each.pieces if piece.end > each.computed]
+
+
+def grown(running: Iterable[Request]) -> Iterator[tuple[Request, Ranks]]:
+    """Yields sequences that begin a chunk with more ranks than the one before, with its ranks."""
+    for each in running:
+        for piece in each.pieces[1:]:
+            if piece.start == each.computed:
+                yield each, piece.ranks
