@@ -160,6 +160,17 @@ def test_an_engine_that_was_idle_for_long_asks_at_once() -> None:
     alone.close()
 
 
+def test_whoever_connects_waits_as_long_as_it_says() -> None:
+    """Nobody is there, so nothing ever comes."""
+    front = front_of(lease=5.0)
+    client = client_of(front)
+    front.close()
+    since = time.monotonic()
+    assert not client.connect(0.3)
+    assert 0.3 <= time.monotonic() - since < 10
+    client.close()
+
+
 def test_an_engine_that_was_busy_for_long_hears_first_who_was_there() -> None:
     """What has come meanwhile is read before anybody counts as silent."""
     front = front_of(lease=0.5)

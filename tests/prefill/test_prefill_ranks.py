@@ -76,6 +76,8 @@ def test_rows_equal_transformers_own(
         check(reader, folder, number, tokens, start)
     assert all(each.referenced == 0 for each in done[0])
     assert all(each.counts.prompts == len(prompts) for each in done[0])
+    tokens_wanted = sum(len(tokens) - start for tokens, start in prompts.values())
+    assert all(each.counts.tokens == tokens_wanted for each in done[0])
     wanted = sum(len(tokens) - start for tokens, start in prompts.values())
     fed = sum(len(tokens) for tokens, _ in prompts.values())
     assert done[0][0].counts.computed <= fed - 60

@@ -1,4 +1,18 @@
-"""Plans of inference: which rank holds a sequence's keys and values, and who computes a step."""
+"""Plans of inference: which rank holds a sequence's keys and values, and who computes a step.
+
+* the scheduler: `scheduler.py`, with `request.py` a request, `limits.py` its bounds,
+  `prefix_cache.py` and `blocks.py` who owns a block, `block_owners.py` which rank gets a new one,
+  `moves.py` which blocks change ranks;
+* the plans of an iteration: `iteration.py`, with `prefill_batch.py` and `decode.py` its two parts,
+  `layer_plans.py` a plan for each mask of the layers;
+* strategies: `steps.py` and `rings.py` keys or queries in rings, `partitions.py` chains,
+  `csps/` sparse levels, head scatter, row sharing, `cdsp/` groups of ranks that grow;
+  `selection.py` chooses among them;
+* `cdsp/handoff.py`, `sender.py`, `receiver.py`: the hand-off of a prompt's keys and values, and
+  what an abort during it does.
+
+All are pure functions of values, and import no torch.
+"""
 
 from distca.schedule.serving.selection import (
     SELECTORS,
