@@ -29,6 +29,7 @@ from distca.simulate import (
 )
 from distca.simulate.bounds import Bounds
 from distca.simulate.hybrid import HYBRID
+from distca.simulate.search import Effort, find_best
 from distca.simulate.sharing import Group, ring
 from distca.simulate.trials import Trial, Trials
 from distca.simulate.workload import DISTCA_SYSTEMS
@@ -133,6 +134,36 @@ def test_the_search_finds_what_an_exhaustive_one_finds() -> None:
         # DistCA has variants beside, which are as fast or faster.
         assert 2 * choice.seconds <= min(every.values()) * (1 + 1e-9)
         assert choice.simulated < choice.tried
+
+
+def test_what_a_bound_leaves_out() -> None:
+    """Whatever may be among the fastest few runs, and of the rest nothing after the first wave."""
+    documents = batch(0)
+    bounds = Bounds(JOB, documents)
+    able = sorted(candidates("wlb-llm", JOB, [1, 2], [1, 2]), key=bounds.seconds)
+    slow = 1.01 * bounds.seconds(able[-1])
+
+    def search(fast: Sequence[Candidate], keep: int) -> tuple[Candidate | None, list[Candidate]]:
+        """Runs the fast ones as their bounds say, all others in the slow time."""
+        ran: list[Candidate] = []
+
+        def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+            ran.extend(each for each in some if each not in ran)
+            seconds = {each: bounds.seconds(each) if each in fast else slow for each in some}
+            return {each: [Trial(True, seconds[each], 1, 1.0, 0.0, 0.0)] * count for each in some}
+
+        sizes = [1, 2], [1, 2], 1
+        choice = find_best("wlb-llm", JOB, documents, *sizes, evaluate, Effort(keep, 1))
+        return choice.candidate, ran
+
+    # The one with the highest bound is the fastest, since all others are above their bounds.
+    best, ran = search(able[-1:], 1)
+    assert (best, ran) == (able[-1], able)
+    # Two are fast: all others run only where three are to be found.
+    best, ran = search(able[:2], 3)
+    assert (best, ran) == (able[0], able)
+    best, ran = search(able[:2], 2)
+    assert (best, ran) == (able[0], able[:8])
 
 
 def test_processes_find_the_same() -> None:
