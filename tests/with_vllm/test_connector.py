@@ -223,6 +223,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
         ({"kv_role": "kv_producer"}, 'give "kv_role": "kv_consumer"'),
         ({"kv_load_failure_policy": "fail"}, 'needs "kv_load_failure_policy": "recompute"'),
         ({"pipeline_parallel_size": 2}, "leave --pipeline-parallel-size out"),
+        ({"use_mla": True}, "multi-latent attention"),
     ],
 )
 def test_mistakes_are_a_line_before_the_model_is_loaded(changes: dict[str, Any], line: str) -> None:
@@ -243,6 +244,7 @@ OF_VLLM = {
     "kv_role": "kv_consumer",
     "kv_load_failure_policy": "recompute",
     "pipeline_parallel_size": 1,
+    "use_mla": False,
 }
 
 

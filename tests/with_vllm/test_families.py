@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh -
 from support.ranks import Ranks
 from support.vllm_families import RANKS, SMALL, answering, compare
 
-SHORT = ("Gemma3ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM")
-"""Windows, sinks, latents, and experts."""
+SHORT = ("Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM")
+"""Windows, sinks, and experts."""
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""vLLM whose processes share each layer gets its heads from prefill ranks that have all of them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
+
+from support.byte_tokenizer import chat_tokenizer
+from support.prefills import Reader, free_address, prompt
+from support.small_models import save_small_model
+from support.vllm_server import MIN_TOKENS, prefill, vllm_serve
+
+
+@pytest.mark.full
+def test_two_processes_of_vllm_answer_as_without_ranks(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 8192}
+    folder, address = save_small_model("llama", tmp_path, **sizes), free_address()
+    chat_tokenizer().save_pretrained(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    lengths = (MIN_TOKENS + 1, 300, 1500, 40, 2100)
+    bodies = [
+        {
+            "model": "model",
+            "max_tokens": 8,
+            "temperature": 0,
+            "seed": 0,
+            "prompt": [token % 256 for token in prompt(number, length)],
+        }
+        for number, length in enumerate(lengths)
+    ]
+    flags = ("--tensor-parallel-size", "2")
+    with vllm_serve(folder, address, port, tmp_path / "vllm.log", *flags) as server:
+        expected = server.answers(bodies)
+        assert len(set(expected)) > len(bodies) // 2
+        with prefill(folder, address, tmp_path / "ranks.log"):
+            reader = Reader(folder, address, engine="test")
+            assert reader.client.connect(180.0)
+            # vLLM looks for ranks a few times in a lease.
+            time.sleep(3)
+            server.reset()
+            assert server.answers(bodies) == expected
+            wanted = sum(length - 1 for length in lengths if length > MIN_TOKENS)
+            # They say it a few times in a lease.
+            reader.until(lambda: reader.client.state.tokens == wanted)
+            reader.client.close()
