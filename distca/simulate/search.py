@@ -299,8 +299,13 @@ class _Search:
         failed = sorted(self.trials, key=lambda c: max(t.memory_gb for t in self.trials[c]))
         sizes = list(dict.fromkeys(map(sizes_of, failed)))[:_LAST_RESORTS]
         least = [next(c for c in failed if sizes_of(c) == each) for each in sizes]
+        # Variants that only ran a batch may need more memory in others.
+        plain = [
+            replace(each, pool_size=None, ping_pong=True, keeps_inputs=False, network_divisor=1)
+            for each in least
+        ]
         tolerances = dict.fromkeys((None, self.effort.last_tolerance))
-        tolerant = [replace(each, tolerance=t) for each in least for t in tolerances]
+        tolerant = [replace(each, tolerance=t) for each in plain for t in tolerances]
         bounded = [o for each in tolerant for o in with_smaller_buffers(each, self.workload)]
         return [candidate for candidate in tolerant + bounded if candidate not in self.trials]
 

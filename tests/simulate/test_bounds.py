@@ -29,7 +29,7 @@ from distca.simulate import (
 )
 from distca.simulate.bounds import Bounds
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.search import Effort, find_best
+from distca.simulate.search import Effort, _Search, find_best
 from distca.simulate.sharing import Group, ring
 from distca.simulate.trials import Trial, Trials
 from distca.simulate.workload import DISTCA_SYSTEMS
@@ -164,6 +164,21 @@ def test_what_a_bound_leaves_out() -> None:
     assert (best, ran) == (able[0], able)
     best, ran = search(able[:2], 2)
     assert (best, ran) == (able[0], able[:8])
+
+
+def test_last_resorts_are_no_variants_that_ran_a_batch_alone() -> None:
+    """These may need more memory in the others than what ran them all."""
+    documents, plain = batch(0), Candidate("tiles", 1, 1, 8, 1, 2)
+    pools = replace(plain, pool_size=4, ping_pong=False, keeps_inputs=True, network_divisor=2)
+    trials = {
+        plain: [Trial(True, 1.0, 1, 1.0, 0.0, 0.0), Trial(False, 1.0, 1, 9.0, 0.0, 0.0)],
+        pools: [Trial(True, 1.0, 1, 2.0, 0.0, 0.0)],
+    }
+    bounds, effort = Bounds(JOB, documents), Effort(1, 1, last_tolerance=0.2)
+    search = _Search(JOB, documents, 2, lambda some, count: {}, effort, [], bounds, dict(trials))
+    found = search.last_resorts()
+    assert {each.tolerance for each in found} == {None, 0.2}
+    assert {replace(each, max_buffer_bytes=None, tolerance=None) for each in found} == {plain}
 
 
 def test_processes_find_the_same() -> None:
