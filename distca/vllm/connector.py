@@ -326,8 +326,7 @@ class _Writes:
         size, whole = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
         heads, rank = model.get_num_kv_heads(parallel), get_tensor_model_parallel_rank()
         self._counts = rank == 0
-        # All workers have all of a latent.
-        first = 0 if model.use_mla else rank * whole // size
+        first = rank * whole // size
         hello = Hello(
             _facts(self._config),
             self._config.kv_transfer_config.engine_id,
@@ -400,13 +399,7 @@ class _Writes:
         self.stats.receive(keys.nbytes + values.nbytes)
         keys, values = (each.to(cache.device) for each in (keys, values))
         slots = slots.to(cache.device)
-        if self._config.model_config.use_mla:
-            # What is rotated lies behind the latent.
-            latents, rotated = keys[:, 0, : module.kv_lora_rank], keys[..., module.kv_lora_rank :]
-            scale, dtype = module._k_scale, module.kv_cache_dtype
-            module.impl.do_kv_cache_update(latents, rotated, cache, slots, dtype, scale)
-        else:
-            module.impl.do_kv_cache_update(module, keys, values, cache, slots)
+        module.impl.do_kv_cache_update(module, keys, values, cache, slots)
 
 
 def _facts(config: VllmConfig) -> dict[str, str]:

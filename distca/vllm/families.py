@@ -100,22 +100,17 @@ def _refused(model: Any, what: str) -> ValueError:
 def _uncovered(layer: Any) -> str | None:
     """What a layer has that the ranks do not compute; None: nothing."""
     impl = layer.impl
-    if type(layer) is MLAAttention:
-        found = {
-            "a choice of keys by an indexer": layer.use_sparse or layer.indexer is not None,
-            "a window of latent attention": layer.sliding_window is not None,
-            "replicated queries": layer.dcp_q_replicate,
-        }
-    elif type(layer) is Attention:
-        found = {
-            "attention that is not causal": layer.attn_type != AttentionType.DECODER,
-            "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-            "keys of another layer": layer.kv_sharing_target_layer_name is not None,
-            "values of another size": layer.head_size_v != layer.head_size,
-            "chunks of attention": getattr(impl, "chunk_lookback", -1) > -1,
-            "attention to a prefix in both directions": layer.use_mm_prefix,
-        }
-    else:
+    if isinstance(layer, MLAAttention):
+        return "multi-latent attention"
+    if type(layer) is not Attention:
         return f"a {type(layer).__name__}"
-    found["quantized keys and values"] = layer.kv_cache_dtype != "auto"
+    found = {
+        "attention that is not causal": layer.attn_type != AttentionType.DECODER,
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "keys of another layer": layer.kv_sharing_target_layer_name is not None,
+        "values of another size": layer.head_size_v != layer.head_size,
+        "chunks of attention": getattr(impl, "chunk_lookback", -1) > -1,
+        "attention to a prefix in both directions": layer.use_mm_prefix,
+        "quantized keys and values": layer.kv_cache_dtype != "auto",
+    }
     return next((what for what, has in found.items() if has), None)

@@ -19,7 +19,6 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import extract_layer_index
@@ -64,7 +63,7 @@ class VllmModel(ServedModel):
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads of a layer; latents are one."""
+        """Key-value heads of a layer."""
         return self.shape.kv_heads
 
     def runnable(
@@ -223,9 +222,7 @@ class _Runnable:
         self.scales: Sequence[float] = [float(layers[n].impl.scale) for n in range(len(layers))]
         self._attention: LayerAttention | None = None
         for number, layer in layers.items():
-            of_latents = isinstance(layer, MLAAttention)
-            function = self._attend_latents if of_latents else self._attend
-            layer.forward = functools.partial(function, number, layer)
+            layer.forward = functools.partial(self._attend, number, layer)
 
     def logits(
         self,
@@ -268,43 +265,3 @@ class _Runnable:
         scale = self.scales[number]
         out = self._attention.attend(number, q.contiguous(), k, v, scale, sink)
         return out.to(output_dtype or query.dtype).reshape(len(query), -1)
-
-    def _attend_latents(
-        self,
-        number: int,
-        layer: Any,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        output_shape: Sequence[int] | None = None,
-        q_dcp_replicated: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Latent attention, over latents as they are cached.
-
-        Queries are brought to the latents by the weights of keys, so all heads have the same keys:
-        latents, and what is rotated behind them. Outputs are latents, of which the weights of
-        values make the heads' outputs.
-
-        Args:
-            number: number of the layer.
-            layer: the layer.
-            q: `[rows, heads * (nope + rope)]`.
-            kv_c_normed: latents `[rows, rank]`.
-            k_pe: rotated parts of keys `[rows, 1, rope]`.
-            output_shape: shape of the result, `[rows, heads * v_dim]`.
-            q_dcp_replicated: not given; models with it are refused.
-        """
-        assert self._attention is not None, "a layer runs by itself"
-        rows, rank = kv_c_normed.shape
-        q = q.view(rows, layer.num_heads, layer.qk_head_dim)
-        nope, rope = q[..., : layer.qk_nope_head_dim], q[..., layer.qk_nope_head_dim :]
-        # By head: [heads, rows, nope] @ [heads, nope, rank].
-        absorbed = torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
-        k = torch.cat([kv_c_normed, k_pe.view(rows, -1)], dim=-1)[:, None]
-        # The pool's values have the size of its keys.
-        v = torch.nn.functional.pad(kv_c_normed, (0, layer.qk_rope_head_dim))[:, None]
-        out = self._attention.attend(
-            number, torch.cat([absorbed, rope], dim=-1), k, v, self.scales[number]
-        )
-        latents = out[..., :rank].to(q.dtype).transpose(0, 1)
-        return torch.bmm(latents, layer.W_UV).transpose(0, 1).reshape(rows, -1)
