@@ -30,6 +30,7 @@ from distca.inference.pool_size import check_stripe
 from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 from distca.runtime import Trace
+from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.levels import Levels
@@ -81,6 +82,7 @@ def configure(
     *,
     strategy: PrefillStrategy = "pass-kv",
     chain: Chain | Levels | None = None,
+    growing: GrowingGroups | None = None,
     split: SplitModel | None = None,
     block_size: int = 16,
     stripe: int | None = None,
@@ -102,6 +104,8 @@ def configure(
         context_parallel_size: ranks that share a sequence's keys and values.
         strategy: what travels in prefills, or who chooses it.
         chain: who shares out prompts, a chain or levels; None: in zigzag.
+        growing: how each prompt of at least `threshold` tokens is given ranks of its own, more from
+            chunk to chunk; None: all ranks share it.
         split: layers whose weights processes split, if they share the rows of prefills.
         block_size: tokens of a block of keys and values.
         stripe: consecutive decoded tokens that one rank owns; None: a block.
@@ -122,7 +126,13 @@ def configure(
     stripe = stripe or block_size
     check_stripe(stripe, block_size)
     limits = SchedulerConfig(
-        max_num_seqs, max_num_batched_tokens, stripe, threshold, chain=chain, evens_out=evens_out
+        max_num_seqs,
+        max_num_batched_tokens,
+        stripe,
+        threshold,
+        chain=chain,
+        evens_out=evens_out,
+        growing=growing,
     )
     return EngineConfig(
         model.path,

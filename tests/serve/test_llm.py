@@ -14,6 +14,9 @@ import torch
 from distca.inference.llm import LLM, configure
 from distca.inference.models import read_model
 from distca.inference.sampling import SamplingParams
+from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
+from distca.schedule.serving.cdsp.growing import GrowingGroups
+from distca.schedule.serving.partitions import Chain
 from support.small_models import save_small_model
 
 ROOT = Path(__file__).parents[2]
@@ -82,3 +85,12 @@ def test_a_later_prompt_finds_the_blocks_of_an_earlier_one(tmp_path: Path) -> No
         assert llm.engine.scheduler.waiting == llm.engine.scheduler.running == 0
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_growing_groups_and_chains_exclude_each_other(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    times = PrefillModel("any", "any", {1: Coefficients(0.0, 1.0, 0.0, 0.0)})
+    growing = GrowingGroups(Search(times))
+    assert configure(model, 2, growing=growing).limits.growing is growing
+    with pytest.raises(ValueError, match="leave the chain"):
+        configure(model, 2, growing=growing, chain=Chain(2, (0.5, 0.5)))

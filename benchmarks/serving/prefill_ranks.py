@@ -1,0 +1,229 @@
+"""Prefill for other engines on real processes: CPU seconds of the busiest rank, and the transfer.
+
+    python benchmarks/serving/prefill_ranks.py --output benchmarks/results/serving
+
+An engine asks ranks for the keys and values of a long prompt, as vLLM does. Each rank is a process
+on a core of its own. The baseline is one rank, in the same run. The *exposed* transfer is the time
+from the end of the last rank's computing until the engine has all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
+
+from benchmarks import pages
+from benchmarks.arguments import Parser
+from benchmarks.serving.ring_prefill import save_model
+from distca.attention.kernel_timing import cpu_name
+from distca.inference.llm import configure
+from distca.inference.models import read_model
+from distca.prefill.client import PrefillClient
+from distca.prefill.facts import model_facts
+from distca.prefill.front import Front
+from distca.prefill.messages import Hello, Welcome
+from distca.prefill.ranks import PrefillRank
+from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.partitions import Chain
+
+STRATEGIES = ("pass-kv", "pass-q", "sp-ntp", "runahead")
+LEASE = 600.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a run compute.
+
+    Attributes:
+        model: folder of the model.
+        ranks: number of processes.
+        strategy: one of `STRATEGIES`.
+        tokens: tokens of the prompt.
+        chunk: most tokens of an iteration.
+        rounds: prompts, one after the other, after one that is not counted.
+    """
+
+    model: str
+    ranks: int
+    strategy: str
+    tokens: int
+    chunk: int
+    rounds: int
+
+
+def prefill(rank: int, job: Job, store: str, results: Any) -> None:
+    """Computes all prompts on a rank: the main function of its process."""
+    torch.set_num_threads(1)
+    file = dist.FileStore(store, job.ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=job.ranks)
+    model = read_model(job.model, torch.float32)
+    # Both ranks of a chain of two have as much to do with these parts, by their FLOPs.
+    chain = Chain(job.ranks, _parts(job.ranks)) if job.strategy == "runahead" else None
+    config = configure(
+        model,
+        job.ranks,
+        strategy="pass-kv" if chain else job.strategy,  # type: ignore[arg-type]
+        chain=chain,
+        block_size=64,
+        max_num_batched_tokens=job.chunk,
+        prefix_caching=False,
+        step_timeout=LEASE,
+    )
+    one = PrefillRank(config, job.chunk, LEASE)
+    if rank == 0:
+        facts = model_facts(model.config, job.model, "float32")
+        layers = len(model.windows)
+        welcome = Welcome("", job.ranks, job.chunk, layers, one.capacity, LEASE)
+        front = Front("tcp://127.0.0.1:*", facts, welcome)
+        one.listen(front)
+        results.put(front.address)
+    seconds, ended = [], []
+    for number in range(job.rounds + 1):
+        cpu = 0.0
+        while one.counts.prompts == number:
+            begin, computed = time.process_time(), one.counts.computed
+            if one.step():
+                # Waiting for prompts counts for nobody.
+                cpu += time.process_time() - begin
+            if one.counts.computed > computed:
+                end = time.monotonic()
+        seconds.append(cpu)
+        ended.append(end)
+    results.put((rank, seconds[1:], ended[1:], one.counts.bytes_rows, one.bytes_sent))
+    one.close()
+
+
+def _parts(ranks: int) -> tuple[float, ...]:
+    """Shares of a prompt that have as many pairs of a query and a key."""
+    ends = np.sqrt(np.arange(ranks + 1) / ranks)
+    return tuple(np.diff(ends).tolist())
+
+
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """Runs the ranks, and asks them for all prompts."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    store = str(folder / f"store-{job.ranks}-{job.strategy}")
+    processes = [
+        context.Process(target=prefill, args=(rank, job, store, results))
+        for rank in range(job.ranks)
+    ]
+    for process in processes:
+        process.start()
+    model = read_model(job.model, torch.float32)
+    hello = Hello(model_facts(model.config, job.model, "float32"), "engine", heads=model.kv_heads)
+    taken = 0
+
+    def take(transfer: Transfer, layer: int, at: Any, *rows: torch.Tensor) -> None:
+        nonlocal taken
+        taken += sum(each.nbytes for each in rows)
+
+    dim = model.shape.head_dim
+    client = PrefillClient(results.get(timeout=120), hello, dim, torch.float32, take)
+    assert client.connect(120)
+    asked, there = [], []
+    for number in range(job.rounds + 1):
+        tokens = np.random.default_rng(number).integers(0, 1000, job.tokens).tolist()
+        asked.append(time.monotonic())
+        client.begin(Transfer(number), tokens, 0)
+        while not (ended := client.poll(0.01)):
+            pass
+        assert not ended[0].failure, ended[0]
+        there.append(time.monotonic())
+    told = sorted(results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join()
+    client.close()
+    last = [max(ends) for ends in zip(*(ends for _, _, ends, _, _ in told), strict=True)]
+    assert sum(rows for *_, rows, _ in told) == taken
+    return {
+        "ranks": job.ranks,
+        "strategy": job.strategy,
+        "cpu_seconds": [max(each) for each in zip(*(cpu for _, cpu, *_ in told), strict=True)],
+        "seconds": [b - a for a, b in zip(asked[1:], there[1:], strict=True)],
+        "exposed": [max(b - a, 0.0) for a, b in zip(last, there[1:], strict=True)],
+        "bytes_between_ranks": sum(sent for *_, sent in told) // (job.rounds + 1),
+        "bytes_to_engine": taken // (job.rounds + 1),
+    }
+
+
+def page(job: Job, found: Sequence[dict[str, Any]]) -> str:
+    """The page of the results."""
+    base = statistics.median(found[0]["cpu_seconds"])
+    rows = []
+    for each in found:
+        cpu, seconds = each["cpu_seconds"], each["seconds"]
+        parts = [100 * a / b for a, b in zip(each["exposed"], seconds, strict=True)]
+        rows.append(
+            (
+                each["ranks"],
+                "one rank" if each["ranks"] == 1 else each["strategy"],
+                f"{statistics.median(cpu):.2f} ({min(cpu):.2f} to {max(cpu):.2f})",
+                f"{statistics.median(cpu) / base:.3f}",
+                f"{statistics.median(seconds):.2f}",
+                f"{statistics.median(parts):.1f}% ({min(parts):.1f} to {max(parts):.1f})",
+                f"{each['bytes_between_ranks'] / 1e6:.1f}",
+                f"{each['bytes_to_engine'] / 1e6:.1f}",
+            )
+        )
+    head = (
+        *("ranks", "strategy", "CPU s of the busiest rank", "over one rank's", "s until all rows"),
+        *("exposed transfer", "MB between ranks", "MB to the engine"),
+    )
+    return "\n\n".join(
+        (
+            "# Prefill ranks",
+            f"{cpu_name()}, one thread a rank, torch {torch.__version__}: "
+            f"`{pages.typed('benchmarks/serving/prefill_ranks.py')}`",
+            f"A prompt of {job.tokens:,} tokens, fed in chunks of {job.chunk:,}; medians of "
+            f"{job.rounds} prompts, with the least and the most. Only CPU seconds and bytes can be "
+            "compared between machines: seconds depend on what else runs.",
+            pages.table(head, rows, "---:"),
+        )
+    )
+
+
+def main() -> None:
+    """Measures all strategies."""
+    parser = Parser(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the table")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = str(folder / "model")
+        save_model(model, args.layers, args.hidden_size)
+        jobs = [Job(model, 1, STRATEGIES[0], args.tokens, args.chunk, args.rounds)]
+        jobs += [
+            Job(model, ranks, strategy, args.tokens, args.chunk, args.rounds)
+            for ranks in args.ranks
+            for strategy in STRATEGIES
+        ]
+        found = []
+        for job in jobs:
+            found.append(run(job, folder))
+            sys.stderr.write(f"{json.dumps(found[-1])}\n")
+    pages.save(args.output, "prefill_ranks", page(jobs[0], found), __file__, found)
+
+
+if __name__ == "__main__":
+    main()
