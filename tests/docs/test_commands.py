@@ -85,7 +85,7 @@ NOT_RUN = {
     SIMULATED: "run with --plot, as docs/when_it_helps.md has it",
     r"python docs/(make_reference|plot_packed_beside_tiles)\.py.*": "run by test_docs.py",
     r"(source|export) .*": "sets up a shell",
-    r"pip install .*|(PYTHON=FILE )?launch/setup\.sh": "downloads packages",
+    r"pip install .*|(PYTHON=FILE )?launch/setup\.sh( vllm)?": "downloads packages",
     r"launch/demo\.sh.*": "downloads packages, and trains for minutes",
     r"launch/test\.sh.*": "runs these tests",
     r"sbatch .*": "needs Slurm",
