@@ -85,7 +85,7 @@ def prefill(rank: int, job: Job, store: str, results: Any) -> None:
     )
     one = PrefillRank(config, job.chunk, LEASE)
     if rank == 0:
-        facts = model_facts(model.config, job.model, "float32")
+        facts = model_facts(model.config, job.model, "float32", model.frequencies)
         layers = len(model.windows)
         welcome = Welcome("", job.ranks, job.chunk, layers, one.capacity, LEASE)
         front = Front("tcp://127.0.0.1:*", facts, welcome)
@@ -125,7 +125,8 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     for process in processes:
         process.start()
     model = read_model(job.model, torch.float32)
-    hello = Hello(model_facts(model.config, job.model, "float32"), "engine", heads=model.kv_heads)
+    facts = model_facts(model.config, job.model, "float32", model.frequencies)
+    hello = Hello(facts, "engine", heads=model.kv_heads)
     taken = 0
 
     def take(transfer: Transfer, layer: int, at: Any, *rows: torch.Tensor) -> None:
