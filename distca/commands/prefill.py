@@ -210,7 +210,7 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
     """Serves as one of the ranks."""
     import torch.distributed as dist
 
-    from distca.prefill.facts import model_facts
+    from distca.prefill.facts import model_facts, model_folder
     from distca.prefill.front import Front
     from distca.prefill.messages import Welcome
     from distca.prefill.ranks import PrefillRank
@@ -220,7 +220,8 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
     logging.basicConfig(format="distca prefill: %(message)s", level=logging.INFO)
     rank = PrefillRank(config, args.max_num_batched_tokens, args.lease, model)
     if dist.get_rank() == 0:
-        facts = model_facts(model.config, args.model, args.dtype, model.frequencies)
+        folder = model_folder(args.model)
+        facts = model_facts(model.config, folder, args.dtype, model.frequencies)
         welcome = Welcome(
             "",
             config.world_size,

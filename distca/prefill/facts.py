@@ -63,6 +63,34 @@ def frequencies_of_vllm(max_model_len: int) -> str:
     return f"vLLM's for --max-model-len {max_model_len}"
 
 
+def model_folder(name: str, revision: str | None = None, cache_dir: str | None = None) -> str:
+    """Returns the folder of a model that is loaded.
+
+    Args:
+        name: a folder, or a name on the Hugging Face hub.
+        revision: revision on the hub; None: the latest.
+        cache_dir: folder of what was downloaded; None: the hub's own.
+
+    Raises:
+        ValueError: there is none, so nobody can say whether both sides have the same weights.
+    """
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found: str = snapshot_download(
+            name, revision=revision, cache_dir=cache_dir, local_files_only=True
+        )
+        return found
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{name} is in no folder whose weights can be compared with those of the other side: "
+            "give the folder of the model"
+        ) from None
+
+
 def disagreement(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
     """Names the first fact on which two sides differ, with both values; None: they agree.
 

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from distca.plan.span import Int64s
 from distca.prefill.client import PrefillClient
-from distca.prefill.facts import frequencies_of_vllm, model_facts
+from distca.prefill.facts import frequencies_of_vllm, model_facts, model_folder
 from distca.prefill.messages import Hello
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.vllm.settings import Settings, checked_settings
@@ -406,29 +405,6 @@ def _facts(config: VllmConfig) -> dict[str, str]:
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     frequencies = frequencies_of_vllm(model.max_model_len)
-    return model_facts(model.hf_text_config, folder_of(config), dtype, frequencies)
-
-
-def folder_of(config: VllmConfig) -> str:
-    """Returns the folder of vLLM's model, which may be in the cache of Hugging Face's hub.
-
-    Raises:
-        ValueError: there is none, so nobody can say whether the prefill ranks have its weights.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    model, load = config.model_config, config.load_config
-    name = str(model.model)
-    if Path(name).is_dir():
-        return name
-    try:
-        # vLLM has downloaded it by now.
-        return snapshot_download(
-            name, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
-        )
-    except LocalEntryNotFoundError:
-        raise ValueError(
-            f"DistCAConnector: {name} is in no folder whose weights can be compared with those of "
-            "the prefill ranks: give the folder of the model"
-        ) from None
+    # vLLM has downloaded it by now.
+    folder = model_folder(str(model.model), model.revision, config.load_config.download_dir)
+    return model_facts(model.hf_text_config, folder, dtype, frequencies)

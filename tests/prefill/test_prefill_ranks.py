@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distca.prefill.client import HandshakeError
-from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts
+from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts, model_folder
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import (
     CHUNK,
@@ -184,3 +184,19 @@ def test_rotary_frequencies_of_a_length_must_be_the_same_code_s(kind: str) -> No
             assert told.startswith("rotary frequencies: ")
             assert "4096" in told
             assert code in told
+
+
+def test_a_model_may_be_known_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    model = tmp_path / "models--someone--small"
+    snapshot = model / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0" * 40)
+    (snapshot / "model.safetensors").write_bytes(b"weights")
+    downloaded = str(tmp_path)
+    assert Path(model_folder("someone/small", cache_dir=downloaded)) == snapshot
+    assert model_folder(str(snapshot)) == str(snapshot)
+    with pytest.raises(ValueError, match="someone/large is in no folder"):
+        model_folder("someone/large", cache_dir=downloaded)
+    with pytest.raises(ValueError, match="give the folder of the model"):
+        model_folder("someone/small", "v2", downloaded)

@@ -248,31 +248,6 @@ OF_VLLM = {
 }
 
 
-def test_weights_of_a_model_of_the_hub_are_found(tmp_path: Path) -> None:
-    """vLLM may know a model by its name on the hub, and prefill ranks by a folder."""
-    from distca.vllm.connector import folder_of
-
-    model = tmp_path / "models--someone--small"
-    snapshot = model / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("0" * 40)
-    (snapshot / "model.safetensors").write_bytes(b"weights")
-
-    def config(name: str, revision: str | None = None) -> Any:
-        return SimpleNamespace(
-            model_config=SimpleNamespace(model=name, revision=revision),
-            load_config=SimpleNamespace(download_dir=str(tmp_path)),
-        )
-
-    assert Path(folder_of(config("someone/small"))) == snapshot
-    assert folder_of(config(str(snapshot))) == str(snapshot)
-    with pytest.raises(ValueError, match="someone/large is in no folder"):
-        folder_of(config("someone/large"))
-    with pytest.raises(ValueError, match="give the folder of the model"):
-        folder_of(config("someone/small", revision="v2"))
-
-
 def test_settings_that_are_right_are_taken() -> None:
     from distca.vllm.settings import Settings
 
