@@ -52,8 +52,10 @@ def take_likeliest(logits: Sequence[torch.Tensor]) -> tuple[list[float], list[in
     """
     import torch
 
+    # One row needs no copy.
+    rows = logits[0][None] if len(logits) == 1 else torch.stack([*logits])
     # Both travel from a device together.
-    found = torch.stack([each.double() for each in torch.stack([*logits]).max(1)])
+    found = torch.stack([each.double() for each in rows.max(1)])
     highest, tokens = found.tolist()
     return highest, [int(token) for token in tokens]
 

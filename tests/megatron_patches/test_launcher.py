@@ -36,7 +36,8 @@ def test_wrong_flags_start_no_rank(
     assert started == []
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.splitlines() == [
+    # On a loaded machine a line every 10 s says that it still checks.
+    assert [line for line in err.splitlines() if "still checking" not in line] == [
         "checking flags and files",
         "error: --lr-warmup-iters 200 must be less than --train-iters 3",
     ]

@@ -52,12 +52,16 @@ def _answers(
     import torch
     import torch.distributed as dist
 
+    from distca.attention import torch_cpu
     from distca.inference import rank_processes
     from distca.inference.llm import configure
     from distca.inference.messages import AddRequest
     from distca.inference.models import read_model
     from distca.inference.sampling import SamplingParams
 
+    if cuda.native is None:
+        # The CPU's own decodes round bfloat16 less often than torch's, which GPUs stand for here.
+        torch_cpu.load_paged = lambda: None  # type: ignore[assignment]
     model = read_model(folder, torch.bfloat16, 1)
     config = configure(model, ranks, block_size=256, cache_bytes=1 << 24)
     sampling = SamplingParams(TOKENS, 0.0, 0, frozenset())
