@@ -35,7 +35,7 @@ class Choice:
 
     @property
     def is_likeliest(self) -> bool:
-        """Whether it is the likeliest token by the logits as they are, and no more is told."""
+        """Whether the unchanged logits decide, and no log-probabilities are asked for."""
         admitted = self.admitted
         greedy = admitted.sampling.temperature == 0 and admitted.penalties == Penalties()
         return greedy and admitted.logprobs is None

@@ -60,15 +60,13 @@ class BlockOwners:
         )
 
     def _at_home(self, each: Request, count: int) -> list[int]:
-        """Ranks that should own so many blocks that a feed adds: its home or, if it is long, all
-        that compute."""
+        """Returns owners of `count` new blocks: the home of a short sequence, else all ranks."""
         if len(each.tokens) < self._limits.short:
             return [each.home] * count
         return self._evenly(each, count, self._computing, each.computed >= each.prompt)
 
     def _evenly(self, each: Request, count: int, group: Sequence[int], decoded: bool) -> list[int]:
-        """Ranks of a group that should own so many blocks that a feed adds, so that all have as
-        many."""
+        """Returns owners of `count` new blocks, so that all ranks of a group have as many."""
         if not count:
             return []
         ranks, members = len(group), np.array(group)
