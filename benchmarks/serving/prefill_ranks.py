@@ -4,8 +4,8 @@
 
 An engine asks ranks for the keys and values of a long prompt, as vLLM does. Each rank is a process
 on a core of its own. The baseline is one rank, in the same run. The *exposed* transfer is the time
-from the end of the last rank's last iteration until the engine has all rows. An iteration also sends
-rows, so what is exposed inside it counts as computing.
+from the end of the last rank's last iteration until the engine has all rows. An iteration also
+sends rows, so what is exposed inside it counts as computing.
 """
 
 from __future__ import annotations
