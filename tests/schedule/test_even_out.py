@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from distca.cost.model_sizes import MODELS
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.schedule.serving.moves import Mover
+from distca.schedule.serving.moves import Mover, join_moves
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.request import Request
@@ -47,6 +47,24 @@ def test_shares_are_equal_up_to_a_block(ranks: int, owners: list[int]) -> None:
     assert len(moves) == surplus[surplus > 0].sum()
     assert max(Counter(move.index for move in moves).values(), default=0) <= 1
     assert [cache.referenced(rank) for rank in range(ranks)] == held.tolist()
+
+
+def test_a_block_that_moves_twice_is_copied_once() -> None:
+    """From where its rows are: they come to the place between only with those of all others."""
+    cache = PrefixCache(BlockPool(3, 4, SIZE), True)
+    each = filled(cache, [0] * 4)
+    first = each.blocks[3]
+    mover = Mover(cache, 1, SIZE)
+    moves = mover.even_out([each])
+    assert [move.index for move in moves] == [3, 2]
+    moves += mover.make_room([each], 4)
+    assert [move.index for move in moves] == [3, 2, 0, 1, 2, 3]
+    joined = join_moves(moves)
+    assert [(move.index, move.source.rank, move.to.rank) for move in joined] == [
+        *((0, 0, 2), (1, 0, 2), (2, 0, 2), (3, 0, 2))
+    ]
+    assert joined[-1].source == first
+    assert [move.to for move in joined] == each.blocks
 
 
 def test_what_others_hold_stays_and_full_ranks_take_nothing() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from distca.schedule.serving.prefix_cache import Block, PrefixCache
@@ -46,6 +46,15 @@ class Movable(Protocol):
     def full(self) -> int:
         """Its blocks, the first ones, that are computed and full."""
         ...
+
+
+def join_moves(moves: Iterable[BlockTransfer]) -> tuple[BlockTransfer, ...]:
+    """Joins the moves of a block that changes its rank twice: all rows are copied at once."""
+    joined: dict[Block, BlockTransfer] = {}
+    for move in moves:
+        before = joined.pop(move.source, move)
+        joined[move.to] = replace(move, source=before.source)
+    return tuple(joined.values())
 
 
 class Mover:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.growing_groups import GroupGiver, grown, remaining
 from distca.schedule.serving.limits import SchedulerConfig, is_long
-from distca.schedule.serving.moves import BlockTransfer, Mover
+from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import PrefixCache, extend_digests
 from distca.schedule.serving.request import Request, SharedPrompt
@@ -134,9 +134,12 @@ class Scheduler:
         most = len(tokens) + most_new
         # The last token of an answer is never fed.
         fed = max(most - 1, len(tokens))
-        if fed > self.capacity:
+        # A prompt that is held has all its blocks at once, and new ones lie where ranks compute.
+        ranks = self._world_size if most_new else len(self._computing)
+        room = self.capacity // self._world_size * ranks
+        if fed > room:
             raise ValueError(
-                f"{fed:,} tokens need more than the {self.capacity:,} whose keys and values "
+                f"{fed:,} tokens need more than the {room:,} whose keys and values "
                 "the ranks can hold: shorten the prompt, ask for fewer tokens, or raise "
                 "--kv-cache-memory-bytes"
             )
@@ -249,7 +252,7 @@ class Scheduler:
         self._gave_up += preempted
         if feeds or moves:
             preempted, self._gave_up = self._gave_up, []
-            return SchedulerOutput(tuple(feeds), tuple(preempted), tuple(moves))
+            return SchedulerOutput(tuple(feeds), tuple(preempted), join_moves(moves))
         # Whoever gave up its blocks may have made room for another.
         return self.schedule() if preempted else None
 
@@ -404,7 +407,9 @@ class Scheduler:
             return count
         long = self._long()
         short = [other for other in self._running if len(other.tokens) < self._limits.short]
-        moves += self._mover.make_room([*long, *short], missing)
+        # One that waits has the blocks that were found of it, maybe all that there are.
+        waits = [] if each in self._running else [each]
+        moves += self._mover.make_room([*long, *short, *waits], missing)
         fits = (len(each.blocks) + self._available()) * self._block_size - each.computed
         return max(min(count, fits), 1)
 
