@@ -43,12 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what `--full` runs, and begins with what takes long, as xdist hands files out."""
+    """Skips what `--full` runs; where xdist hands files out, what takes long comes first."""
     if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="runs with --full"))
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None

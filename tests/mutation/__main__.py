@@ -48,14 +48,14 @@ def main(arguments: list[str] | None = None, root: Path = Path(__file__).parents
     folder = root / "build" / "mutation"
     folder.mkdir(parents=True, exist_ok=True)
     # A mutant that some tests do not notice may be noticed by others.
-    digest = hashlib.sha256(f"{options.seed} {options.tests}".encode())
+    digest = hashlib.sha256(f"{options.seed} {options.evenly} {options.tests}".encode())
     for name in code:
         digest.update(f"{name}\n".encode() + (root / name).read_bytes())
     session = folder / f"{digest.hexdigest()[:16]}.sqlite"
     with use_db(session) as database:
         if (known := database.num_work_items) < options.mutants:
-            drawn = itertools.islice(sample(root, code, options.seed), known, options.mutants)
-            database.add_work_items(drawn)
+            drawn = sample(root, code, options.seed, options.evenly)
+            database.add_work_items(itertools.islice(drawn, known, options.mutants))
         items = sorted(database.work_items, key=lambda item: item.job_id)[: options.mutants]
         results = dict(database.results)
         todo = [item for item in items if _is_left(results.get(item.job_id), options.again)]
@@ -84,6 +84,11 @@ def _parser() -> argparse.ArgumentParser:
         help="number of mutants; 0: only record which tests run which lines",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
+    parser.add_argument(
+        "--evenly",
+        action="store_true",
+        help="draw from all files alike (default: from the newest first)",
+    )
     parser.add_argument(
         "--seconds",
         type=float,

@@ -19,6 +19,8 @@ from tqdm import tqdm
 
 from mutation.copies import Copy, copied, files_of
 
+_QUICK_SECONDS = 2.0
+"""What the quick tests of a file take together."""
 _CONFIGURATION = """\
 [run]
 core = ctrace
@@ -52,6 +54,11 @@ class Asked:
     names: tuple[str, ...]
     failing: tuple[str, ...]
     seconds: float
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether they wait for nothing, so that no busy machine makes them late."""
+        return self.seconds <= _QUICK_SECONDS
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Covering:
         self._recorded = {name: _read(self._path(name, "json")) for name in test_files}
 
     def tests(self, path: str, line: int) -> list[Asked]:
-        """Returns the tests that run a line, the nearest first: of the same folder, and quick."""
+        """Returns the tests that run a line, `in_order`, and of a file the quickest first."""
         found = []
         for name, recorded in self._recorded.items():
             contexts = self._lines(name, path).get(line, [])
@@ -105,11 +112,12 @@ class Covering:
             if len(functions) < len(contexts) or not functions <= recorded.seconds.keys():
                 names, functions = [name], {*recorded.seconds}
             else:
-                names = [f"{name}::{function}" for function in sorted(functions)]
+                quickest = sorted(functions, key=lambda each: (recorded.seconds[each], each))
+                names = [f"{name}::{function}" for function in quickest]
             if contexts and recorded.seconds:
                 seconds = sum(recorded.seconds[function] for function in functions)
                 found.append(Asked(tuple(names), tuple(recorded.failing), seconds))
-        return sorted(found, key=lambda asked: (-_nearness(asked.names[0], path), asked.seconds))
+        return in_order(found, path)
 
     @functools.cache  # noqa: B019
     def _lines(self, test_file: str, path: str) -> dict[int, list[str]]:
@@ -156,6 +164,15 @@ class Covering:
         self._path(test_file, "json").write_text(json.dumps(asdict(record)))
         for path in (settings, report):
             path.unlink(missing_ok=True)
+
+
+def in_order(found: Iterable[Asked], path: str) -> list[Asked]:
+    """Sorts tests of a file's lines: quick ones first, then those of the same folder."""
+
+    def order(asked: Asked) -> tuple[bool, int, float]:
+        return not asked.is_quick, -_nearness(asked.names[0], path), asked.seconds
+
+    return sorted(found, key=order)
 
 
 def _read(path: Path) -> Recorded:

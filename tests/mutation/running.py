@@ -96,7 +96,7 @@ def _run(item: WorkItem, found: list[Asked], seconds: float, copy: Copy) -> Work
     elif result.test_outcome == TestOutcome.SURVIVED:
         why = f"tests of {len(chosen)} of {len(found)} files that run this line passed:\n"
         why += "\n".join(name for asked in chosen for name in asked.names)
-    elif result.output and (late := _fails_without(result.output, copy, limit)):
+    elif result.output and (late := _fails_without(result.output, chosen, copy, limit)):
         return WorkResult(
             WorkerOutcome.NORMAL,
             f"only {late} failed, and it fails without the mutant as well",
@@ -122,10 +122,13 @@ def _apart(command: list[str], copy: Copy) -> list[str]:
     return ["bash", "-c", script, str(copy.root.parent / "printed")]
 
 
-def _fails_without(printed: str, copy: Copy, limit: float) -> str | None:
+def _fails_without(printed: str, chosen: Sequence[Asked], copy: Copy, limit: float) -> str | None:
     """Runs the test that failed without the mutant: on a busy machine it may have been late."""
     failed = _FAILED.search(printed)
     if failed is None:
+        return None
+    file = failed[1].partition("::")[0]
+    if any(each.names[0].partition("::")[0] == file and each.is_quick for each in chosen):
         return None
     again = pytest_command([Asked((failed[1],), (), 0.0)], copy)
     try:

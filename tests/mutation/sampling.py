@@ -22,7 +22,7 @@ _GROUPS = 10
 _WRITTEN = re.compile(r"^author-time (\d+)$", re.MULTILINE)
 
 
-def sample(root: Path, paths: Sequence[str], seed: int) -> Iterator[WorkItem]:
+def sample(root: Path, paths: Sequence[str], seed: int, evenly: bool = False) -> Iterator[WorkItem]:
     """Draws one mutant of each place, those of the newest tenth of the files first.
 
     A place is a piece of code that operators change. A sum has ten mutants and a `break` has one;
@@ -32,6 +32,7 @@ def sample(root: Path, paths: Sequence[str], seed: int) -> Iterator[WorkItem]:
         root: top folder of the working tree.
         paths: files to mutate, relative to `root`.
         seed: seed of the draw.
+        evenly: whether the order is random among all files, however old they are.
 
     Yields:
         Mutants in an order that depends on nothing but the code and the seed; their names begin
@@ -39,9 +40,9 @@ def sample(root: Path, paths: Sequence[str], seed: int) -> Iterator[WorkItem]:
     """
     newest = sorted(paths, key=lambda path: (-last_written(root, path), path))
     chance = random.Random(seed)
-    number = 0
-    for begin in range(_GROUPS):
-        group = newest[begin * len(newest) // _GROUPS : (begin + 1) * len(newest) // _GROUPS]
+    number, groups = 0, 1 if evenly else _GROUPS
+    for begin in range(groups):
+        group = newest[begin * len(newest) // groups : (begin + 1) * len(newest) // groups]
         sources = {path: (root / path).read_text(encoding="utf-8") for path in sorted(group)}
         places = _places(root, sources)
         for place in chance.sample(sorted(places), len(places)):
@@ -99,12 +100,23 @@ def _is_program(source: str, mutation: MutationSpec) -> bool:
 def without_effect(source: str) -> Iterator[tuple[Position, Position]]:
     """Yields where code begins and ends that says nothing about what a program computes.
 
-    These are annotations, type aliases, code for type checkers, and messages of errors.
+    These are annotations, type aliases, code for type checkers, messages of errors and of logs, and
+    what only a program with a defect breaks: `assert`, `zip(strict=True)`, `frozen=True`.
     """
     for node in ast.walk(ast.parse(source)):
         for idle in _idle_parts(node):
             end = idle.end_lineno or idle.lineno, idle.end_col_offset or 0
             yield (idle.lineno, idle.col_offset), end
+
+
+def _is_text(node: ast.expr) -> bool:
+    """Whether an expression is text: a literal, or several that are joined."""
+    match node:
+        case ast.JoinedStr() | ast.Constant(value=str()):
+            return True
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _is_text(left) or _is_text(right)
+    return False
 
 
 def _idle_parts(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
@@ -117,10 +129,14 @@ def _idle_parts(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
             yield idle
         case ast.AsyncFunctionDef(returns=ast.expr() as idle):
             yield idle
-        case ast.Assert(msg=ast.expr() as idle):
-            yield idle
+        case ast.Assert():
+            yield node
         case ast.Raise(exc=ast.Call(args=arguments)):
-            yield from (each for each in arguments if isinstance(each, ast.JoinedStr))
+            yield from (each for each in arguments if _is_text(each))
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name("logger")))):
+            yield node
+        case ast.keyword(arg="strict" | "frozen", value=ast.Constant() as idle):
+            yield idle
         case ast.Call(func=ast.Name("cast"), args=[idle, _]):
             yield idle
         case ast.If(test=test) if ast.unparse(test).endswith("TYPE_CHECKING"):

@@ -13,7 +13,7 @@ from cosmic_ray import work_item
 from mutation import __main__ as mutation
 from mutation import running
 from mutation.copies import copied, files_of
-from mutation.covering import Asked, Covering
+from mutation.covering import Asked, Covering, in_order
 from mutation.running import choose, run
 from mutation.sampling import sample, without_effect
 
@@ -135,6 +135,9 @@ def test_the_newest_files_come_first_and_uncommitted_ones_before_them(tmp_path):
     assert [int(number) for number, _ in found] == list(range(len(found)))
     order = list(dict.fromkeys(place.partition(":")[0] for _, place in found))
     assert order == ["new.py", "b.py", "a.py", "d.py", "renamed.py"]
+    evenly = [item.job_id.partition(" ")[2] for item in sample(tmp_path, paths, 0, evenly=True)]
+    assert sorted(evenly) == sorted(place for _, place in found)
+    assert len({place.partition(":")[0] for place in evenly[:20]}) >= 3
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,11 @@ def test_the_newest_files_come_first_and_uncommitted_ones_before_them(tmp_path):
         ("MOST = 3 | 4", []),
         ("raise ValueError(f'{n + 1}')", ["f'{n + 1}'"]),
         ("raise ValueError(n + 1)", []),
-        ("assert n + 1, n - 1", ["n - 1"]),
+        ("raise ValueError('a' + b)", ["'a' + b"]),
+        ("logger.info('%d', n + 1)", ["logger.info('%d', n + 1)"]),
+        ("assert n + 1, n - 1", ["assert n + 1, n - 1"]),
+        ("zip(a, b + c, strict=True)", ["True"]),
+        ("@dataclass(frozen=True)\nclass A: x = 1 + 2", ["True"]),
         ("cast(int | str, a + b)", ["int | str"]),
         ("if TYPE_CHECKING: import a", ["if TYPE_CHECKING: import a"]),
     ],
@@ -172,7 +179,7 @@ def test_the_map_knows_functions_other_processes_fixtures_and_what_fails(coverin
     asked = {line: covering.tests(ROOMS, line) for line in (4, 7, 10, 13)}
     assert [each.names for each in asked[7]] == [(TESTS,)]
     functions = tuple(f"{TESTS}::{name}" for name in ("test_fails", "test_unlike"))
-    assert [each.names for each in asked[10]] == [functions]
+    assert [sorted(each.names) for each in asked[10]] == [[*functions]]
     assert asked[10][0].failing == (f"{TESTS}::test_fails[1]",)
     assert asked[13] == []
     # What runs as the file is imported belongs to all that import it.
@@ -194,6 +201,13 @@ def test_only_files_whose_code_changed_are_run_again(root, covering, monkeypatch
     for name in ("tests/test_doors.py", ROOMS):
         (root / name).write_text(FILES[name])
     assert ran == ["tests/test_doors.py", TESTS, "tests/test_doors.py"]
+
+
+def test_quick_tests_come_before_slow_ones_and_near_before_far():
+    seconds = {"tests/rooms/a": 9.0, "tests/rooms/b": 0.5, "tests/c": 0.1, "tests/d": 5.0}
+    found = [Asked((name,), (), each) for name, each in seconds.items()]
+    order = [asked.names[0][-1] for asked in in_order(found, "distca/rooms/rooms.py")]
+    assert order == ["b", "c", "a", "d"]
 
 
 def test_the_nearest_are_chosen_as_long_as_they_fit_and_at_least_one():
@@ -232,7 +246,7 @@ def test_mutants_are_caught_survive_or_are_not_covered(root, covering):
 
 
 def test_a_test_that_fails_without_the_mutant_has_not_caught_it(root, monkeypatch):
-    failing = Asked((f"{TESTS}::test_fails",), (), 1.0)
+    failing = Asked((f"{TESTS}::test_fails",), (), 9.0)
     items = list(mutants(root, {13: "NumberReplacer"}))
     ((_, result),) = run(items, root, lambda path, line: [failing], 240, 1)
     assert not result.is_killed
