@@ -263,7 +263,8 @@ class Runner:
                 for candidate, rows in found.items()
             }
 
-        return best_of(system, case.workload, batch(case, 0), batches, evaluate, extent)
+        documents = [batch(case, seed) for seed in range(batches)]
+        return best_of(system, case.workload, documents, evaluate, extent)
 
 
 def mean(rows: Sequence[dict[str, Any]], name: str) -> float:

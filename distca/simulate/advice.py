@@ -19,9 +19,11 @@ from distca.simulate.space import (
 from distca.simulate.trials import Trials
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
-_COMPARED, _COMPARED_SEQUENCES = 3, 96
-"""Batches by which a search chooses among the fastest configurations, and their variants; fewer if
-these have as many sequences together, since large batches differ less."""
+_FIRST_SEQUENCES, _COMPARED_SEQUENCES = 8, 96
+"""Sequences of the batches that all configurations run which may be fastest, and of those by which
+a search chooses among these and their variants: large batches differ less, so fewer are enough."""
+_COMPARED = 12
+"""Most batches by which a search chooses."""
 _KEPT, _KEPT_WITH_PLANS = 6, 3
 """Configurations of a baseline, and with `--distca`, that a search compares by these batches: with
 fewer, the best ring of the README's job was missed. Where one batch chooses, one is enough."""
@@ -60,17 +62,23 @@ class Extent:
             workload: model, cluster and sizes.
             batches: number of all batches.
         """
-        several = min(-(-_COMPARED_SEQUENCES // workload.sequences), _COMPARED, batches)
+        first, several = (
+            min(-(-sequences // workload.sequences), _COMPARED, batches)
+            for sequences in (_FIRST_SEQUENCES, _COMPARED_SEQUENCES)
+        )
         kept, kept_with_plans = (_KEPT, _KEPT_WITH_PLANS) if several > 1 else (1, 1)
         if system not in DISTCA_SYSTEMS:
-            return Effort(kept, several)
+            return Effort(kept, several, first)
         last_tolerance = _LAST_TOLERANCE if self.tolerances else None
         if self.in_the_papers_way:
             sweeps = ((self._tolerant, 1.0),)
-            return Effort(kept_with_plans, several, self.finalists, None, sweeps, last_tolerance)
+            return Effort(
+                kept_with_plans, several, first, self.finalists, None, sweeps, last_tolerance
+            )
         return Effort(
             kept_with_plans,
             several,
+            first,
             self.finalists,
             with_pools,
             (
@@ -101,34 +109,33 @@ class Extent:
 def best_of(
     system: str,
     workload: Workload,
-    documents: Sequence[Int64s],
-    batches: int,
+    batches: Sequence[Sequence[Int64s]],
     evaluate: Evaluate,
     extent: Extent,
 ) -> Choice:
     """Finds the best configuration of a system.
 
-    Configurations run the first batch: those of a baseline in the order of their lower bounds, and
-    as long as these are below the time of the few fastest; those with `--distca`, whose planning
-    takes longer, in the order of `estimate`, until enough of them fit, and these with server pools.
-    The fastest of these run up to three batches, by which the best one is chosen; and that with
-    chains, keys and values instead of latents, other tolerances, inputs that are kept, pools
-    without ping-pong, and plans for a slower network, too. The best one runs all batches.
+    Configurations run the first batches, which have 8 sequences together or more: those of a
+    baseline in the order of their lower bounds, and as long as these are below the time of the few
+    fastest; those with `--distca`, whose planning takes longer, in the order of `estimate`, until
+    enough of them fit, and these with server pools. Those that may be fastest run batches of 96
+    sequences together, 12 batches at most, by which the best one is chosen, unless 8 tell that they
+    are slower; and that with chains, keys and values instead of latents, other tolerances, inputs
+    that are kept, pools without ping-pong, and plans for a slower network, too. The best one runs
+    all batches.
 
     Args:
         system: one of `SYSTEMS`.
         workload: model, cluster and sizes.
-        documents: sequences of the first batch, by which configurations promise.
-        batches: number of all batches.
+        batches: sequences of each batch.
         evaluate: simulates configurations.
         extent: what is tried.
 
     Raises:
         ValueError: there is no such system.
     """
-    effort = extent.effort(system, workload, batches)
-    sizes = extent.tensor, extent.stages, batches
-    return find_best(system, workload, documents, *sizes, evaluate, effort)
+    effort = extent.effort(system, workload, len(batches))
+    return find_best(system, workload, batches, extent.tensor, extent.stages, evaluate, effort)
 
 
 def advise(
@@ -158,7 +165,7 @@ def advise(
     extent = Extent(tensor, stages, finalists, tolerances)
     evaluate = (trials or Trials(workload, batches)).first
     found = {
-        system: best_of(system, workload, batches[0], len(batches), evaluate, extent)
+        system: best_of(system, workload, batches, evaluate, extent)
         for system in sorted(systems, key=_turn)
     }
     return [found[system] for system in systems]

@@ -1,9 +1,11 @@
 """The best parallel configuration of a system for a workload.
 
-A search runs its configurations in rounds: all, or those that promise most, on the first batch; the
-fastest of these on more; and the fastest of those on all. `Effort` says how many, and `Evaluate`
-where they run. Configurations whose lower bound of time (`distca.simulate.bounds`) is above the
-time of others need not run. `distca.simulate.advice` has the efforts.
+A search runs its configurations in rounds: all, or those that promise most, on the first batches;
+the fastest of these on more; and the fastest of those on all. A configuration that is clearly
+slower than another in the batches that both have run is left out before it runs more. `Effort`
+says how many run, and `Evaluate` where. Configurations whose lower bound of time
+(`distca.simulate.bounds`) is above the time of others need not run. `distca.simulate.advice` has
+the efforts.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from distca.simulate.space import (
     with_more_micro_batches,
     with_smaller_buffers,
 )
+from distca.simulate.speed_up import SpeedUp
 from distca.simulate.trials import Trial
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
@@ -35,7 +38,14 @@ _LAST_RESORTS = 4
 _WAVE, _PAIR = 8, 2
 """Most configurations that run before others are held against them; and with `--distca`."""
 _NEAR = 1.005
-"""Ratio to the best configuration's first batch up to which a variant of it runs more batches."""
+"""Ratio to another configuration's seconds up to which one that has run one batch runs more."""
+_HOPEFUL = 1.1
+"""Ratio to the fastest up to which one that has run the several batches of the first round runs
+more."""
+_SURE = 8
+"""Batches that tell the range of a ratio. Long documents are in few batches, so that 4 of 2
+sequences may all lie on one side: two layouts of WLB-LLM at 512K had 1.050 there, and 0.963 over
+24."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +90,14 @@ class Effort:
     """Extent of a search for a system's best configuration.
 
     Attributes:
-        keep: number of configurations, fastest in the first batch, that are found for sure. The
-            first round leaves out configurations whose bounds are above these. With `--distca` it
-            also leaves out pipelines whose `estimate` is above these, and configurations that only
+        keep: number of configurations, fastest in the first round, that are found for sure. That
+            round leaves out configurations whose bounds are above these. With `--distca` it also
+            leaves out pipelines whose `estimate` is above these, and configurations that only
             divide a batch further than others that fit: without a pipeline this costs launches and
             exchanges and gains memory alone.
         batches: number of batches in which these are compared. The best one runs all in any case.
+        first: number of batches of the first round. After one batch, which tells no range, the
+            configurations that `keep` counts run more; after several all that are not much slower.
         fitting: number of configurations that are to fit in the first round, in the order of their
             `estimate`; None: all that do, in the order of their bounds.
         alternatives: function of a configuration that fits, which returns others for the first
@@ -97,6 +109,7 @@ class Effort:
 
     keep: int
     batches: int
+    first: int = 1
     fitting: int | None = None
     alternatives: Variants | None = None
     sweeps: Sequence[tuple[Variants, float]] = ()
@@ -106,10 +119,9 @@ class Effort:
 def find_best(
     system: str,
     workload: Workload,
-    documents: Sequence[Int64s],
+    batches: Sequence[Sequence[Int64s]],
     tensor: Sequence[int],
     stages: Sequence[int],
-    batches: int,
     evaluate: Evaluate,
     effort: Effort,
 ) -> Choice:
@@ -118,10 +130,9 @@ def find_best(
     Args:
         system: one of `SYSTEMS`.
         workload: model, cluster and sizes.
-        documents: sequences of the first batch, by which configurations promise.
+        batches: sequences of each batch; configurations promise by those of the first.
         tensor: tensor-parallel sizes to try.
         stages: pipeline sizes to try.
-        batches: number of all batches.
         evaluate: simulates configurations.
         effort: extent of the search.
 
@@ -130,12 +141,12 @@ def find_best(
     """
     tried = len(divisions(system, workload, tensor, stages))
     able = candidates(system, workload, tensor, stages)
-    bounds = Bounds(workload, documents)
+    bounds = [Bounds(workload, documents) for documents in batches[: effort.first]]
+    search = _Search(workload, batches, evaluate, effort, [*able], bounds)
     if effort.fitting is None:
-        left = sorted(able, key=bounds.seconds)
+        search.left.sort(key=search.bound)
     else:
-        left = sorted(able, key=lambda candidate: estimate(candidate, workload, documents))
-    search = _Search(workload, documents, batches, evaluate, effort, left, bounds)
+        search.left.sort(key=lambda candidate: estimate(candidate, workload, batches[0]))
     best: Candidate | None = None
     while search.left and best is None:
         best = search.next_best()
@@ -170,29 +181,32 @@ class _Search:
 
     Attributes:
         workload: model, cluster and sizes.
-        documents: sequences of the first batch.
-        batches: number of all batches.
+        batches: sequences of each batch.
         evaluate: simulates configurations.
         effort: extent of the search.
         left: configurations that have not run, in the order in which they do.
-        bounds: lower bounds of their time in the first batch.
+        bounds: lower bounds of their time in each batch of the first round.
         trials: figures of configurations that ran, of the first batches.
     """
 
     workload: Workload
-    documents: Sequence[Int64s]
-    batches: int
+    batches: Sequence[Sequence[Int64s]]
     evaluate: Evaluate
     effort: Effort
     left: list[Candidate]
-    bounds: Bounds
+    bounds: Sequence[Bounds]
     trials: dict[Candidate, Sequence[Trial]] = field(default_factory=dict)
 
     def next_best(self) -> Candidate | None:
         """Takes configurations through all rounds; returns the fastest that fits, if any does."""
         fitting = self._first_round()
-        keep, count = self.effort.keep, self._compared_batches
-        order = self._run(fitting[:keep], count) + fitting[keep:]
+        count = self._compared_batches
+        kept = fitting[: self.effort.keep]
+        if self._first > 1 and fitting:
+            most = _HOPEFUL * self._seconds(fitting[0], self._first)
+            kept = [each for each in fitting if self._seconds(each, self._first) <= most]
+        order = self._race(kept, count)
+        order += [candidate for candidate in fitting if candidate not in order]
         # What is fast in one batch may not fit in another.
         best = next((candidate for candidate in order if self._run([candidate], count)), None)
         # What does not fit in a later batch may in a configuration that takes less memory.
@@ -201,7 +215,52 @@ class _Search:
 
     @property
     def _compared_batches(self) -> int:
-        return min(self.effort.batches, self.batches)
+        return min(self.effort.batches, len(self.batches))
+
+    @property
+    def _first(self) -> int:
+        """Number of batches of the first round."""
+        return len(self.bounds)
+
+    def bound(self, candidate: Candidate) -> float:
+        """Returns seconds that the batches of the first round take at least."""
+        return sum(bounds.seconds(candidate) for bounds in self.bounds)
+
+    def _least_memory(self, candidate: Candidate) -> float:
+        """Returns bytes that a GPU needs at least with server pools; 0.0 where that is unknown."""
+        return max(bounds.least_memory(candidate) for bounds in self.bounds)
+
+    def _race(
+        self, some: Sequence[Candidate], count: int, worth_it: float = 1.0
+    ) -> list[Candidate]:
+        """Runs configurations in more and more batches, but for those that fall behind.
+
+        Args:
+            some: configurations that have run the batches of the first round.
+            count: number of batches.
+            worth_it: ratio up to which configurations count as equally fast.
+
+        Returns:
+            Those that fit and have run so many batches, the fastest first.
+        """
+        ran = min(_SURE, count)
+        left = self._run(some, ran)
+        while left and ran < count:
+            best = left[0]
+            left = [best, *(c for c in left[1:] if not self._is_behind(c, best, ran, worth_it))]
+            ran = min(2 * ran, count)
+            left = self._run(left, ran)
+        return left
+
+    def _is_behind(
+        self, candidate: Candidate, best: Candidate, count: int, worth_it: float
+    ) -> bool:
+        """Whether the first batches tell that a configuration is slower than the fastest, or that
+        it does the same."""
+        ours, others = (
+            [trial.seconds for trial in self.trials[each][:count]] for each in (candidate, best)
+        )
+        return ours == others or SpeedUp.of(ours, others).high * worth_it < 1
 
     def _first_round(self) -> list[Candidate]:
         """Takes configurations from `left` until enough fit; returns these, the fastest first.
@@ -221,12 +280,12 @@ class _Search:
             if not some:
                 break
             tries += len(some)
-            found = self._run(some, 1)
+            found = self._run(some, self._first)
             fitting += found
             others += self._run_alternatives(found)
             left[:0] = self._substitutes(some)
         both = [*fitting, *others]
-        return sorted(both, key=lambda candidate: self._seconds(candidate, 1))
+        return sorted(both, key=lambda candidate: self._seconds(candidate, self._first))
 
     def _run_alternatives(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Runs alternatives of configurations, with more micro-batches where they do not fit, but
@@ -235,10 +294,10 @@ class _Search:
         left = [o for each in found for o in (more(each, self.workload) if more else [])]
         able: list[Candidate] = []
         while left:
-            failed = [each for each in left if self.bounds.least_memory(each) > usable]
+            failed = [each for each in left if self._least_memory(each) > usable]
             left = sorted((each for each in left if each not in failed), key=self._least)
             some = [each for each in left if self._least(each) <= self._most][:_PAIR]
-            able += self._run(some, 1)
+            able += self._run(some, self._first)
             failed += [each for each in some if not self._fits(each)]
             left = [each for each in left if each not in some] if some else []
             left += [o for each in failed for o in with_more_micro_batches(each, self.workload)]
@@ -246,19 +305,20 @@ class _Search:
 
     @property
     def _most(self) -> float:
-        """Seconds of the first batch above which `Effort.keep` leaves configurations out."""
+        """Seconds of the first round above which `Effort.keep` leaves configurations out."""
         keep = self.effort.keep
-        first = sorted(run[0].seconds for c, run in self.trials.items() if self._fits(c))
+        first = sorted(self._seconds(c, self._first) for c in self.trials if self._fits(c))
         return first[keep - 1] if len(first) >= keep else np.inf
 
     def _least(self, candidate: Candidate) -> float:
-        """Returns seconds that a configuration takes at least in the first batch.
+        """Returns seconds that a configuration takes at least in the first round.
 
         An `estimate` is no bound, as idle stages may take more than their share of a tick.
         """
-        seconds = self.bounds.seconds(candidate)
+        seconds = self.bound(candidate)
         if candidate.system in DISTCA_SYSTEMS and candidate.stages > 1:
-            return max(seconds, estimate(candidate, self.workload, self.documents))
+            first = self.batches[: self._first]
+            return max(seconds, sum(estimate(candidate, self.workload, each) for each in first))
         return seconds
 
     def _take(self, number: int, fitting: Sequence[Candidate]) -> list[Candidate]:
@@ -283,13 +343,12 @@ class _Search:
         return some
 
     def in_all_batches(self, best: Candidate) -> Candidate | None:
-        """Returns the best configuration if it fits in all batches, else the fastest one that does
-        and has run as many as it; None: none does."""
-        count = self._compared_batches
-        able = [c for c, run in self.trials.items() if len(run) >= count and self._fits(c)]
-        able.sort(key=lambda candidate: self._seconds(candidate, count))
+        """Returns the best configuration if it fits in all batches, else one that does: of those
+        that have run most batches the fastest; None: none does."""
+        able = [candidate for candidate in self.trials if self._fits(candidate)]
+        able.sort(key=lambda c: (-len(self.trials[c]), self._seconds(c, self._first)))
         for candidate in (best, *able):
-            if self._run([candidate], self.batches):
+            if self._run([candidate], len(self.batches)):
                 return candidate
         return None
 
@@ -312,24 +371,27 @@ class _Search:
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps.
 
-        Variants that are clearly slower in the first batch run no others. Where that batch alone
-        chooses, among many server pools, a few of these tell which variant is fastest.
+        Where the first round has one batch, variants that are clearly slower in it run no others.
+        Where that batch alone chooses, among many server pools, a few of these tell which variant
+        is fastest.
         """
-        count = self._compared_batches
+        first, count = self._first, self._compared_batches
         for variants, worth_it in self.effort.sweeps:
             tried = variants(best, self.workload)
-            if count == 1 and all(self.bounds.has_many_pools(c) for c in (best, *tried)):
+            if count == 1 and all(self.bounds[0].has_many_pools(c) for c in (best, *tried)):
                 usable = self.workload.cluster.usable_bytes
-                fit = [best, *(c for c in tried if self.bounds.least_memory(c) <= usable)]
-                least = min(map(self.bounds.seconds, fit))
-                best = next(c for c in fit if self.bounds.seconds(c) <= worth_it * least)
+                fit = [best, *(c for c in tried if self._least_memory(c) <= usable)]
+                least = min(map(self.bound, fit))
+                best = next(c for c in fit if self.bound(c) <= worth_it * least)
                 continue
-            most = max(worth_it, _NEAR) * self._seconds(best, 1)
-            tried = [c for c in tried if c.pool_size is None or self.bounds.seconds(c) <= most]
-            begun = self._run(tried, 1, in_order=True)
-            near = [candidate for candidate in begun if self._seconds(candidate, 1) <= most]
-            able = [best, *self._run(near, count, in_order=True)]
-            fastest = min(self._seconds(candidate, count) for candidate in able)
+            most = max(worth_it, _NEAR) * self._seconds(best, first)
+            tried = [c for c in tried if c.pool_size is None or self.bound(c) <= most]
+            near = self._run(tried, first)
+            if first == 1:
+                near = [candidate for candidate in near if self._seconds(candidate, 1) <= most]
+            raced = self._race([best, *near], count, worth_it)
+            fastest = self._seconds(raced[0], count)
+            able = [candidate for candidate in (best, *tried) if candidate in raced]
             best = next(c for c in able if self._seconds(c, count) <= worth_it * fastest)
         return best
 
@@ -340,15 +402,12 @@ class _Search:
         ran = {sizes_of(candidate) for candidate in self.trials if candidate.pool_size is None}
         return len(ran - able - unknown)
 
-    def _run(
-        self, some: Sequence[Candidate], count: int, in_order: bool = False
-    ) -> list[Candidate]:
+    def _run(self, some: Sequence[Candidate], count: int) -> list[Candidate]:
         """Runs configurations in the first batches; returns those that fit, the fastest first."""
-        count = min(count, self.batches)
         if some:
             self.trials |= self.evaluate(some, count)
         able = [candidate for candidate in some if self._fits(candidate)]
-        return able if in_order else sorted(able, key=lambda each: self._seconds(each, count))
+        return sorted(able, key=lambda each: self._seconds(each, count))
 
     def _fits(self, candidate: Candidate) -> bool:
         return all(trial.fits for trial in self.trials[candidate])

@@ -363,7 +363,7 @@ def test_the_search_goes_on_until_something_fits(tight: dict[Candidate, int], nu
 def test_one_that_fits_in_some_batches_only_is_passed_over(tight: dict[Candidate, int]) -> None:
     order = by_promise()
     # More than run all batches at a time.
-    tight.update(dict.fromkeys(order[:5], 1) | {order[7]: 3})
+    tight.update(dict.fromkeys(order[:5], 2) | {order[7]: 3})
     (choice,) = advise(WORKLOAD, [sequences()] * 3, ["tiles"], [1, 2], [1, 2], finalists=2)
     assert choice.candidate == order[7]
     tight.clear()
@@ -390,8 +390,9 @@ def test_fewer_in_flight_are_tried_where_a_later_batch_does_not_fit(
     order = by_promise()
     piped = next(c for c in order if c.stages == 2)
     bound = replace(piped, max_in_flight=2)
-    batches = [sequences()] * 2
-    tight.update({piped: 1, bound: 2})
+    # The first round has two.
+    batches = [sequences()] * 3
+    tight.update({piped: 2, bound: 3})
     (choice,) = advise(WORKLOAD, batches, ["tiles"], [1, 2], [1, 2], finalists=1)
     assert choice.candidate == bound
     assert choice.out_of_memory == choice.simulated - 1
@@ -403,8 +404,9 @@ def test_a_bound_that_has_not_run_is_not_said_to_be_out_of_memory(
     order = by_promise()
     piped = next(c for c in order if c.stages == 2)
     whole = next(c for c in order if c.stages == 1)
-    tight.update({piped: 1, whole: 2})
-    (choice,) = advise(WORKLOAD, [sequences()] * 2, ["tiles"], [1, 2], [1, 2], finalists=2)
+    # The first round has two batches.
+    tight.update({piped: 2, whole: 3})
+    (choice,) = advise(WORKLOAD, [sequences()] * 3, ["tiles"], [1, 2], [1, 2], finalists=2)
     assert choice.candidate == whole
     # With fewer micro-batches in flight the other might fit.
     assert choice.out_of_memory == choice.simulated - 2

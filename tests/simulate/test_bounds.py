@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,8 +152,8 @@ def test_what_a_bound_leaves_out() -> None:
             seconds = {each: bounds.seconds(each) if each in fast else slow for each in some}
             return {each: [Trial(True, seconds[each], 1, 1.0, 0.0, 0.0)] * count for each in some}
 
-        sizes = [1, 2], [1, 2], 1
-        choice = find_best("wlb-llm", JOB, documents, *sizes, evaluate, Effort(keep, 1))
+        effort = Effort(keep, 1)
+        choice = find_best("wlb-llm", JOB, [documents], [1, 2], [1, 2], evaluate, effort)
         return choice.candidate, ran
 
     # The one with the highest bound is the fastest, since all others are above their bounds.
@@ -174,8 +174,9 @@ def test_last_resorts_are_no_variants_that_ran_a_batch_alone() -> None:
         plain: [Trial(True, 1.0, 1, 1.0, 0.0, 0.0), Trial(False, 1.0, 1, 9.0, 0.0, 0.0)],
         pools: [Trial(True, 1.0, 1, 2.0, 0.0, 0.0)],
     }
-    bounds, effort = Bounds(JOB, documents), Effort(1, 1, last_tolerance=0.2)
-    search = _Search(JOB, documents, 2, lambda some, count: {}, effort, [], bounds, dict(trials))
+    bounds, effort = [Bounds(JOB, documents)], Effort(1, 1, last_tolerance=0.2)
+    batches = [documents, documents]
+    search = _Search(JOB, batches, lambda some, count: {}, effort, [], bounds, dict(trials))
     found = search.last_resorts()
     assert {each.tolerance for each in found} == {None, 0.2}
     assert {replace(each, max_buffer_bytes=None, tolerance=None) for each in found} == {plain}
@@ -269,3 +270,81 @@ def test_one_batch_chooses_where_it_has_many_sequences() -> None:
     assert choice.candidate is not None
     assert len(counts) > 1
     assert [each for each, count in counts.items() if count > 1] == [choice.candidate]
+
+
+class Told(Trials):
+    """Trials that last as long as they are told.
+
+    Args:
+        workload: model, cluster and sizes.
+        batches: sequences of each batch.
+        seconds: function of a configuration and a batch's number; None: it does not fit.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        batches: Sequence[Sequence[Int64s]],
+        seconds: Callable[[Candidate, int], float | None],
+    ) -> None:
+        super().__init__(workload, batches)
+        self._seconds = seconds
+
+    def _here(self, candidate: Candidate, number: int) -> Trial:
+        seconds = self._seconds(candidate, number)
+        return Trial(seconds is not None, seconds or np.inf, 1, 1.0, 0.0, 0.0)
+
+    def batches_of(self, candidate: Candidate) -> int:
+        """Number of batches that a configuration ran."""
+        return len(self._found[candidate])
+
+
+FEW = replace(JOB, sequences=2)
+
+
+def few_sequences(
+    seconds: Callable[[int, int], float | None],
+) -> tuple[int, Told, list[Candidate]]:
+    """Searches among configurations of a job whose batches have two sequences.
+
+    Args:
+        seconds: function of a configuration's number and a batch's, as a multiple of what no bound
+            is above.
+
+    Returns:
+        Number of the best configuration, and the trials of all.
+    """
+    batches = [batch(seed, sequences=2) for seed in range(24)]
+    able = candidates("cp-p2p", FEW, [1, 2], [1])
+    slow = 2 * max(Bounds(FEW, each).seconds(c) for c in able for each in batches)
+
+    def told(candidate: Candidate, number: int) -> float | None:
+        found = seconds(able.index(candidate), number)
+        return None if found is None else slow * found
+
+    trials = Told(FEW, batches, told)
+    (choice,) = advise(FEW, batches, ["cp-p2p"], [1, 2], [1], trials=trials)
+    assert choice.candidate is not None
+    return able.index(choice.candidate), trials, able
+
+
+def test_many_batches_choose_where_each_has_few_sequences() -> None:
+    """Long documents, with which the second configuration is slow, are in few of the batches. One
+    that is always a little slower than it does not run all, and one that is much slower few."""
+
+    def seconds(which: int, number: int) -> float:
+        long = number % 6 == 5
+        return [1.0, 1.5 if long else 0.97, 1.04 if number % 2 else 1.03, 1.2][min(which, 3)]
+
+    best, trials, able = few_sequences(seconds)
+    assert best == 0
+    assert [trials.batches_of(each) for each in able[:4]] == [24, 12, 8, 4]
+
+
+def test_one_that_fell_behind_is_taken_where_the_fastest_does_not_fit() -> None:
+    def seconds(which: int, number: int) -> float | None:
+        return None if which == 0 and number == 23 else [1.0, 1.02, 1.05, 1.2][min(which, 3)]
+
+    best, trials, able = few_sequences(seconds)
+    assert best == 1
+    assert [trials.batches_of(each) for each in able[:4]] == [24, 24, 8, 4]
