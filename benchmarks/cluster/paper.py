@@ -21,7 +21,8 @@
 * **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, experts, windows.
 * **today**: so a job of each kind of today's models, also with chunks and latents.
 
-With `--systems`, a table simulates these systems alone, and takes all others from the stored one.
+With `--systems`, a table simulates these systems alone, and takes all others from the stored one;
+with `--most-sequences`, so the jobs of few sequences.
 
 In all of them all systems are charged alike, as `distca.simulate.charges` says; with
 `--baseline-ideal` nothing is charged, and the files are `NAME_ideal.*`. Every experiment writes
@@ -148,6 +149,13 @@ def main() -> None:
         choices=SYSTEMS,
         help="only these, in a table whose other systems are those of the stored one",
     )
+    parser.add_argument(
+        "--most-sequences",
+        type=int,
+        metavar="N",
+        help="only jobs with at most so many in a batch, in a table whose other jobs are those of "
+        "the stored one",
+    )
     parser.add_argument("--published", type=Path, metavar="DIR")
     parser.add_argument("--baseline-ideal", action="store_true", help="charge nothing")
     parser.add_argument(
@@ -159,12 +167,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.papers_documents and args.published is None:
         parser.error("--papers-documents draws published lengths: give --published DIR")
-    if args.systems:
+    if args.systems or args.most_sequences is not None:
+        flag = "--systems" if args.systems else "--most-sequences"
         group = GROUPS.get(SAME.get(args.experiment, args.experiment))
         if group is None:
-            parser.error(f"--systems is for {', '.join(GROUPS)}, not for {args.experiment}")
+            parser.error(f"{flag} is for {', '.join(GROUPS)}, not for {args.experiment}")
         if not set(args.systems) <= set(group.systems):
             parser.error(f"--systems: {args.experiment} has only {', '.join(group.systems)}")
+        jobs = [sizes for (model, _), sizes in group.jobs.items() if model in args.models]
+        fewest = min((sequences for sizes in jobs for sequences, _ in sizes), default=0)
+        if args.most_sequences is not None and args.most_sequences < fewest:
+            parser.error(f"--most-sequences {args.most_sequences}: no job has fewer than {fewest}")
     options = Options(
         args.batches,
         args.finalists,
@@ -174,6 +187,7 @@ def main() -> None:
         args.baseline_ideal,
         args.papers_documents,
         tuple(args.systems),
+        args.most_sequences,
     )
     args.output.mkdir(parents=True, exist_ok=True)
     runner = Runner(args.output / "runs.jsonl", args.processes)
@@ -187,7 +201,7 @@ def main() -> None:
         documents = PUBLISHED if options.published else DRAWN
         documents = PAPERS if options.papers_documents else documents
         report = EXPERIMENTS[name](runner, options)
-        write(title, report, args.output, command, documents, bool(options.systems))
+        write(title, report, args.output, command, documents, options.in_part)
 
 
 def _flag(name: str) -> str:

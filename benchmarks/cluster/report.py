@@ -49,6 +49,13 @@ class Options:
     papers_documents: bool = False
     systems: tuple[str, ...] = ()
     """Systems to simulate in a table whose others are those of the stored one; (): all."""
+    most_sequences: int | None = None
+    """Sequences of a batch above which a table's jobs are those of the stored one; None: none."""
+
+    @property
+    def in_part(self) -> bool:
+        """Whether a table takes some of its figures from the stored one."""
+        return bool(self.systems) or self.most_sequences is not None
 
     def case(self, model: str, documents: str, context: int, sequences: int, gpus: int) -> Case:
         """A case with the published charges, but for `--baseline-ideal`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,25 +177,34 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
         )
         return runner.best(case, system, extent, options.batches_of(case))
 
+    all_cases, most = cases, options.most_sequences
+    cases = [case for case in cases if most is None or case.sequences <= most]
     anew = [system for system in group.systems if system in (options.systems or group.systems)]
     found = {system: {case: best(system, case) for case in cases} for system in anew}
     for system in AS_THE_PAPER if group.as_the_paper and not options.systems else ():
         found[f"{system}, MLPs again"] = {
             case: best(system, replace(case, recompute="mlp")) for case in cases
         }
-    rows = [_end_to_end_row(case, group) for case in cases]
+    rows = [_end_to_end_row(case, group) for case in all_cases]
     text = []
-    if options.systems:
+    if options.in_part:
         stored = _stored_rows(name)
-        rows = [stored[_job(row)] for row in rows]
+        rows = [
+            stored[_job(row)] if options.systems or case not in cases else row
+            for row, case in zip(rows, all_cases, strict=True)
+        ]
+        what = list(options.systems)
+        if most is not None:
+            what.append(f"{len(cases)} of {len(all_cases)} jobs, of at most {most} sequences")
         text = [
-            f"Made anew: {', '.join(anew)}. All other figures are of an earlier version of the "
+            f"Made anew: {', '.join(what)}. All other figures are of an earlier version of the "
             f"code: `{_stored_command(name)}`.",
             "",
             *_stored_commit(name),
         ]
-    for row, case in zip(rows, cases, strict=True):
-        _fill(row, case, found)
+    for row, case in zip(rows, all_cases, strict=True):
+        if case in cases:
+            _fill(row, case, found)
     text += [*_against_published(group, rows), "", *table([_readable(row, group) for row in rows])]
     return Report(group.title, rows, text, partial(_draw_end_to_end, group, rows))
 
@@ -218,9 +228,15 @@ def _stored_command(name: str) -> str:
 
 
 def _stored_commit(name: str) -> list[str]:
-    """Lines that name the commit which made most figures of a stored table, if that is known."""
-    commit = sources.commit_of((STORED / f"{name}.md").read_text())
-    return [] if commit is None else [commit.replace("Made", "All other figures made"), ""]
+    """Lines that name the commit which made most figures of a stored table."""
+    page = STORED / f"{name}.md"
+    commit = sources.commit_of(page.read_text())
+    if commit is None:
+        # A page with a digest of its code was stored by the commit whose code it is.
+        log = ["git", "log", "-1", "--format=%h, %as", "--", str(page)]
+        last = subprocess.run(log, cwd=STORED, capture_output=True, text=True, check=True).stdout
+        commit = f"Made by the code of commit {last.strip()}."
+    return [commit.replace("Made", "All other figures made"), ""]
 
 
 def _stored_page(name: str) -> str:

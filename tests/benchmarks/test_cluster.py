@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -313,3 +314,49 @@ def test_some_systems_of_a_table_are_made_anew(
     with pytest.raises(SystemExit):
         paper.main()
     assert "beyond has only hybrid-cp, wlb-llm, tiles" in capsys.readouterr().err
+
+
+def test_some_jobs_of_a_table_are_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of few sequences; the page names the commit that stored the others."""
+    jobs = {("llama-8b", 128): [(8, 64), (16, 128)], ("llama-8b", 256): [(4, 64)]}
+    group = Group("Some jobs", "", jobs, (8,), (1,), ("wlb-llm", "tiles"), False)
+    monkeypatch.setitem(GROUPS, "beyond", group)
+    monkeypatch.setattr(tables, "STORED", tmp_path)
+    ran: list[tuple[str, int]] = []
+
+    def found(runner: Runner, case: Case, system: str, extent: Extent, batches: int) -> Choice:
+        ran.append((system, case.gpus * case.sequences))
+        speed = float(len(ran))
+        return Choice(system, Candidate(system, 8, 1, 8, 1, 1), 1.0, speed, 1.0, 0.5, 0.25, 1, 1, 0)
+
+    monkeypatch.setattr(Runner, "best", found)
+    command = ["paper.py", "beyond", "--models", "llama-8b", "--documents", "pretrain"]
+    command += ["--output", str(tmp_path), "--processes", "1", "--batches", "4"]
+    rows = []
+    for more in ([], ["--most-sequences", "8"]):
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        paper.main()
+        rows.append(list(csv.DictReader((tmp_path / "beyond.csv").open())))
+        if len(rows) == 1:
+            git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+            for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a page"]):
+                subprocess.run([*git, *words], cwd=tmp_path, check=True)
+            commit = subprocess.check_output(
+                ["git", "log", "-1", "--format=%h, %as"], cwd=tmp_path, text=True
+            ).strip()
+    assert ran == [("wlb-llm", 512), ("wlb-llm", 256), ("tiles", 512), ("tiles", 256)]
+    # The job of 16 sequences has its stored figures, the others have what was found now.
+    assert [row["tiles speed-up"] for row in rows[0]] == ["4.0", "2.5", "2.0"]
+    assert [float(row["tiles speed-up"]) for row in rows[1]] == [3.0, 2.5, 2.0]
+    assert rows[0][1] == rows[1][1]
+    text = (tmp_path / "beyond.md").read_text()
+    assert "Made anew: 2 of 3 jobs, of at most 8 sequences. All other figures" in text
+    assert f"All other figures made by the code of commit {commit}." in text
+    assert stale_pages(tmp_path) == ([], {"beyond.md": commit.split(",")[0]})
+    monkeypatch.setattr(sys, "argv", [*command, "--most-sequences", "3"])
+    with pytest.raises(SystemExit):
+        paper.main()
+    assert "--most-sequences 3: no job has fewer than 4" in capsys.readouterr().err
