@@ -11,7 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -139,7 +143,10 @@ def signals_held() -> Iterator[None]:
 
 
 def start_process(
-    started: list[Any], function: Callable[..., object], *arguments: Any, pipe: Any
+    started: list[BaseProcess],
+    function: Callable[..., object],
+    *arguments: object,
+    pipe: Connection,
 ) -> None:
     """Starts a process that runs a function.
 
@@ -168,7 +175,7 @@ def start_process(
     pipe.close()
 
 
-def _run(parent: int, call: bytes, pipe: Any) -> None:
+def _run(parent: int, call: bytes, pipe: Connection) -> None:
     """Runs the function of `start_process`."""
     end_with_parent()
     if os.getppid() != parent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -328,7 +328,7 @@ class ForwardContext:
     pool: KVCache
     slots: torch.Tensor
     parts: Sequence[_PartRun]
-    labels: dict[str, Any]
+    labels: dict[str, object]
     watch: LayerWatch | None = None
     layers_run: int = 0
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from distca.inference.messages import AddRequest
 from distca.inference.sampling import SamplingParams
 from distca.lifetime import start_process
 from distca.runtime import Trace
+from distca.timeline import TimelineEvent
 
 _SECONDS_TO_END = 5.0
 
@@ -57,7 +59,7 @@ class RankProcesses:
             )
         self._folder = tempfile.TemporaryDirectory(prefix="distca-ranks-")
         self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._processes: list[BaseProcess] = []
         store = str(Path(self._folder.name) / "store")
         try:
             for rank in range(count):
@@ -72,7 +74,7 @@ class RankProcesses:
     @property
     def pids(self) -> list[int]:
         """Numbers of the processes."""
-        return [int(process.pid) for process in self._processes]
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def answer(
         self,
@@ -115,7 +117,7 @@ class RankProcesses:
         found = self._collect(lambda *_: None)
         return found[0][0], sum(sent for _, sent in found)
 
-    def timelines(self) -> list[tuple[str, list[dict[str, Any]]]]:
+    def timelines(self) -> list[tuple[str, list[TimelineEvent]]]:
         """Name of each rank and its events so far, as `write_trace` takes them."""
         self._send(("timeline", None))
         return self._collect(lambda *_: None)
@@ -146,7 +148,7 @@ class RankProcesses:
             pipe.close()
         self._folder.cleanup()
 
-    def _send(self, call: tuple[str, Any]) -> None:
+    def _send(self, call: tuple[str, object]) -> None:
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send(call)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -87,7 +86,7 @@ class AttentionCall:
         nano_batch: int,
         layer: int,
         softmax_scale: float,
-        labels: Mapping[str, Any],
+        labels: Mapping[str, object],
     ) -> None:
         self.cursor, self.nano_batch, self._layer = cursor, nano_batch, layer
         self._resources, self._scale, self._labels = resources, softmax_scale, labels
@@ -119,7 +118,7 @@ class AttentionCall:
         self._exchange = exchange
         return exchange
 
-    def _span(self, name: str, lane: str) -> Any:
+    def _span(self, name: str, lane: str) -> AbstractContextManager[None]:
         return self._resources.trace.span(name, lane, **self._labels)
 
     @contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ from distca.attention import Kernel
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
 
 Kind = Literal["kernels", "waits"]
+_Timed: TypeAlias = "tuple[Kind, torch.cuda.Event, torch.cuda.Event]"
+"""Work from one event to another."""
 
 
 @dataclass
@@ -45,9 +47,9 @@ class AttentionTimes:
         self._cuda = device.type == "cuda"
         self._step: StepTimes | None = None
         # On GPUs: events of the step that runs, and of steps whose events may not have happened.
-        self._events: list[tuple[Kind, Any, Any]] = []
-        self._open: list[tuple[StepTimes, list[tuple[Kind, Any, Any]]]] = []
-        self._spare: list[Any] = []
+        self._events: list[_Timed] = []
+        self._open: list[tuple[StepTimes, list[_Timed]]] = []
+        self._spare: list[torch.cuda.Event] = []
         self._done: list[StepTimes] = []
 
     def begin_step(self) -> None:
@@ -95,7 +97,7 @@ class AttentionTimes:
             seconds = clock() - start
             setattr(self._step, kind, getattr(self._step, kind) + seconds)
 
-    def _event(self) -> Any:
+    def _event(self) -> torch.cuda.Event:
         if self._spare:
             return self._spare.pop()
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -104,7 +106,7 @@ class AttentionTimes:
         """Adds up the events of steps that have all happened, the oldest first."""
         while self._open:
             step, events = self._open[0]
-            if events and not events[-1][2].query():
+            if events and not events[-1][2].query():  # type: ignore[no-untyped-call]
                 return
             for kind, begin, end in events:
                 setattr(step, kind, getattr(step, kind) + begin.elapsed_time(end) / 1e3)

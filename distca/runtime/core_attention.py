@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from distca.attention.kernel import Kernel
 from distca.cost.memory import CoreAttentionMemory
@@ -74,7 +74,7 @@ class CoreAttention:
         v_THD: torch.Tensor,
         cursor: EventCursor,
         softmax_scale: float,
-        labels: Mapping[str, Any] | None = None,
+        labels: Mapping[str, object] | None = None,
         nano_batch: int = 0,
         sink_H: torch.Tensor | None = None,
         latents: SentLatents | None = None,
@@ -123,7 +123,7 @@ class CoreAttention:
         cursor: EventCursor,
         nano_batch: int,
         softmax_scale: float,
-        labels: Mapping[str, Any],
+        labels: Mapping[str, object],
         layer: int,
     ) -> AttentionCall:
         """Makes the call of a rank without tokens, which only serves. See `AttentionCall`."""
@@ -136,7 +136,7 @@ class CoreAttention:
         cursor: EventCursor,
         nano_batch: int,
         softmax_scale: float,
-        labels: Mapping[str, Any],
+        labels: Mapping[str, object],
         layer: int = 0,
     ) -> AttentionCall:
         resources = CallResources(
@@ -187,6 +187,16 @@ def _differentiable(
     return _Combine.apply(ticket, sink_H, call)  # type: ignore[no-any-return,no-untyped-call]
 
 
+_Gradients = tuple[torch.Tensor | None, ...]
+"""Gradients of a function's inputs; None: it has none."""
+
+
+class _Context(FunctionCtx):
+    """What the three keep from the forward to the backward pass."""
+
+    call: AttentionCall
+
+
 class _Dispatch(torch.autograd.Function):
     """The first of three autograd functions, which share their state in the `AttentionCall`.
 
@@ -195,7 +205,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: _Context,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -210,8 +220,8 @@ class _Dispatch(torch.autograd.Function):
         return q.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
-        call: AttentionCall = ctx.call
+    def backward(ctx: _Context, _: torch.Tensor) -> _Gradients:  # type: ignore[override]
+        call = ctx.call
         event = call.cursor.take_turn("backward", "combine", call.nano_batch)
         call.cursor.unregister_backward(event)
         dq, dk, dv, *of_latent = call.combine_backward()
@@ -221,15 +231,15 @@ class _Dispatch(torch.autograd.Function):
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, ticket: torch.Tensor, weight: torch.Tensor | None, call: AttentionCall
+        ctx: _Context, ticket: torch.Tensor, weight: torch.Tensor | None, call: AttentionCall
     ) -> torch.Tensor:
         ctx.call = call
         call.compute()
         return ticket.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, ticket: torch.Tensor) -> Any:  # type: ignore[override]
-        call: AttentionCall = ctx.call
+    def backward(ctx: _Context, ticket: torch.Tensor) -> _Gradients:  # type: ignore[override]
+        call = ctx.call
         call.cursor.take_turn("backward", "compute", call.nano_batch)
         of_weight = call.compute_backward()
         # This layer's keys and values have come, which frees the channel for the layer below's.
@@ -240,14 +250,14 @@ class _Compute(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, ticket: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
+        ctx: _Context, ticket: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
     ) -> torch.Tensor:
         ctx.call = call
         return call.combine(None if sink is None else sink.detach())
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        call: AttentionCall = ctx.call
+    def backward(ctx: _Context, dout: torch.Tensor) -> _Gradients:  # type: ignore[override]
+        call = ctx.call
         call.cursor.take_turn("backward", "dispatch", call.nano_batch)
         sink = call.dispatch_backward(dout.contiguous())
         return dout.new_empty(0), sink, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from distca.plan import LayerMasks
 from distca.runtime.exchange import Exchange
@@ -40,7 +40,7 @@ class EventCursor:
         program: Program = (),
         masks: LayerMasks | None = None,
     ) -> None:
-        self.give_way: Callable[[], Any] | None = None
+        self.give_way: Callable[[], object] | None = None
         self._masks = masks or LayerMasks()
         # Calls whose backward pass is still to come.
         self._calls: dict[tuple[int, int], Prefetches] = {}

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 Value = TypeVar("Value")
 
@@ -90,8 +90,8 @@ class Prefetcher(Generic[Value]):
         atexit.unregister(self._end)
 
 
-def _raiser(error: BaseException) -> Callable[[], Any]:
-    def raise_it() -> Any:
+def _raiser(error: BaseException) -> Callable[[], NoReturn]:
+    def raise_it() -> NoReturn:
         raise error
 
     return raise_it

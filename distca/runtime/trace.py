@@ -9,11 +9,27 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from distca.timeline import LANES
+from distca.timeline import LANES, TimelineEvent
+
+_Moment: TypeAlias = "int | torch.cuda.Event"
+"""Nanoseconds of the wall clock, or an event on a GPU."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Work of the rank; `cpu` are its thread's nanoseconds."""
+
+    name: str
+    lane: str
+    start: _Moment
+    end: _Moment
+    cpu: int
+    args: dict[str, object]
 
 
 class Trace:
@@ -29,13 +45,13 @@ class Trace:
 
     def __init__(self, device: torch.device) -> None:
         self.recording = False
-        self.labels: dict[str, Any] = {}
+        self.labels: dict[str, object] = {}
         self._cuda = device.type == "cuda"
-        self._origin: tuple[int, Any] | None = None
-        self._spans: list[dict[str, Any]] = []
+        self._origin: tuple[int, torch.cuda.Event] | None = None
+        self._spans: list[_Span] = []
 
     @contextlib.contextmanager
-    def span(self, name: str, lane: str, **labels: Any) -> Iterator[None]:
+    def span(self, name: str, lane: str, **labels: object) -> Iterator[None]:
         """Records the work inside as a span.
 
         Args:
@@ -50,18 +66,9 @@ class Trace:
         cpu = time.thread_time_ns()
         yield
         cpu = time.thread_time_ns() - cpu
-        self._spans.append(
-            {
-                "name": name,
-                "lane": lane,
-                "start": start,
-                "end": self._now(),
-                "cpu": cpu,
-                "args": self.labels | labels,
-            }
-        )
+        self._spans.append(_Span(name, lane, start, self._now(), cpu, self.labels | labels))
 
-    def _now(self) -> Any:
+    def _now(self) -> _Moment:
         if not self._cuda:
             return time.time_ns()
         if self._origin is None:
@@ -69,19 +76,19 @@ class Trace:
             self._origin = time.time_ns(), self._event()
         return self._event()
 
-    def _event(self) -> Any:
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def _microseconds(self, moment: Any) -> float:
-        if not self._cuda:
-            return float(moment) / 1e3
+    def _microseconds(self, moment: _Moment) -> float:
+        if isinstance(moment, int):
+            return moment / 1e3
         assert self._origin is not None
         origin_ns, origin = self._origin
         return origin_ns / 1e3 + float(origin.elapsed_time(moment)) * 1e3
 
-    def take(self, rank: int) -> list[dict[str, Any]]:
+    def take(self, rank: int) -> list[TimelineEvent]:
         """Returns the spans so far as events of the trace format, and forgets them.
 
         Args:
@@ -92,20 +99,20 @@ class Trace:
         """
         if self._cuda:
             torch.cuda.synchronize()
-        events: list[dict[str, Any]] = []
+        events: list[TimelineEvent] = []
         for span in self._spans:
-            start, end = (self._microseconds(span[edge]) for edge in ("start", "end"))
+            start, end = self._microseconds(span.start), self._microseconds(span.end)
             events.append(
                 {
                     "ph": "X",
-                    "name": span["name"],
-                    "cat": span["lane"],
+                    "name": span.name,
+                    "cat": span.lane,
                     "pid": rank,
-                    "tid": LANES.index(span["lane"]),
+                    "tid": LANES.index(span.lane),
                     "ts": start,
                     "dur": end - start,
-                    "tdur": span["cpu"] / 1e3,
-                    "args": span["args"],
+                    "tdur": span.cpu / 1e3,
+                    "args": span.args,
                 }
             )
         self._spans, self._origin = [], None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distca.plan.span import Floats, Int64s
 from distca.simulate.resources import Span
-from distca.timeline import LANES, write_trace
+from distca.timeline import LANES, TimelineEvent, write_trace
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def save_trace(path: Path, outcome: Outcome) -> None:
     if not outcome.spans:
         raise ValueError("nothing was recorded: simulate with recording")
     ranks = len(outcome.computed)
-    of_rank: list[list[dict[str, object]]] = [[] for _ in range(ranks)]
+    of_rank: list[list[TimelineEvent]] = [[] for _ in range(ranks)]
     for span in sorted(outcome.spans, key=lambda each: (each.rank, each.start, -each.end)):
         of_rank[span.rank].append(
             {

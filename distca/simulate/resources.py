@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -125,7 +124,7 @@ class Span:
     name: str
     start: float
     end: float
-    args: dict[str, Any]
+    args: dict[str, object]
 
 
 @dataclass
@@ -157,7 +156,7 @@ class Resources:
     held: Floats = field(init=False)
     sent: dict[str, Int64s] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    labels: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock, self.computed, self.exposed = (np.zeros(self.ranks) for _ in range(3))
@@ -167,7 +166,7 @@ class Resources:
         self._latency = np.array([[cluster.node_latency], [cluster.network_latency]])
         self._busy_until = np.zeros(self.ranks)
 
-    def compute(self, seconds: Floats, name: str = "", lane: str = "", **labels: Any) -> None:
+    def compute(self, seconds: Floats, name: str = "", lane: str = "", **labels: object) -> None:
         """Lets each rank compute: seconds at speed 1 when no exchange interferes, `[ranks]`."""
         start, interference = self.clock, self.cluster.charges.interference
         self.clock = end_of_compute(start, seconds / self.speeds, self._busy_until, interference)
@@ -175,7 +174,7 @@ class Resources:
         if name:
             self._record(name, lane, start, self.clock, labels)
 
-    def wait(self, until: Floats, name: str = "", **labels: Any) -> None:
+    def wait(self, until: Floats, name: str = "", **labels: object) -> None:
         """Lets each rank wait until an exchange is over for it, `[ranks]`."""
         start = self.clock
         self.clock = np.maximum(start, until)
@@ -244,12 +243,12 @@ class Resources:
         """Returns the seconds to read or write bytes of memory."""
         return self.cluster.traffic_seconds(nbytes)
 
-    def record_since(self, name: str, lane: str, start: Floats, **labels: Any) -> None:
+    def record_since(self, name: str, lane: str, start: Floats, **labels: object) -> None:
         """Records a span of every rank from a moment until now."""
         self._record(name, lane, start, self.clock, labels)
 
     def _record(
-        self, name: str, lane: str, start: Floats, end: Floats, labels: dict[str, Any]
+        self, name: str, lane: str, start: Floats, end: Floats, labels: dict[str, object]
     ) -> None:
         if not self.recording:
             return

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.runtime import Trace
-from distca.timeline import write_trace
+from distca.timeline import TimelineEvent, write_trace
 from megatron_patches.batches.layouts import PipelineLayout
 from megatron_patches.flags.config import TraceConfig
 
@@ -49,7 +49,7 @@ class Tracing:
             f"server {layout.server}"
         )
         mine = (name, trace.take(rank))
-        everyones: list[tuple[str, list[dict[str, object]]]] = [mine] * dist.get_world_size()
+        everyones: list[tuple[str, list[TimelineEvent]]] = [mine] * dist.get_world_size()
         dist.gather_object(mine, everyones if rank == 0 else None)
         if rank == 0:
             write_trace(self._config.path, everyones)

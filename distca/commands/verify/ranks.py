@@ -14,8 +14,9 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -176,7 +177,7 @@ def verify_machine(ranks: int, names: Sequence[str], output: Path | None, tell: 
         output: see `run_stages`.
         tell: function that takes the line of each stage.
     """
-    processes: list[Any] = []
+    processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="distca-verify-") as folder:
         try:
@@ -216,7 +217,7 @@ def _serve(
 
 
 def _follow(
-    processes: Sequence[Any], pipes: Sequence[Connection], names: Sequence[str], tell: Tell
+    processes: Sequence[BaseProcess], pipes: Sequence[Connection], names: Sequence[str], tell: Tell
 ) -> None:
     """Tells lines until all ranks have ended or one has failed."""
     left = dict(zip(pipes, range(len(pipes)), strict=True))
@@ -250,7 +251,7 @@ def _follow(
         tell(replace(failures[rank], text=where + failures[rank].text))
 
 
-def _death(process: Any, stage: str) -> Line:
+def _death(process: BaseProcess, stage: str) -> Line:
     """The line of a stage in which a process ended."""
     process.join()
     code = process.exitcode

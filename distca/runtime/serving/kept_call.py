@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ class SparseCall(SteppedCall):
         exchange: KeptExchange,
         tensors: QAndKV,
         softmax_scale: float,
-        labels: Mapping[str, Any],
+        labels: Mapping[str, object],
         importance: torch.Tensor,
     ) -> None:
         super().__init__(core, exchange.own, tensors, softmax_scale, labels)
@@ -137,9 +136,8 @@ class SparseAttention:
             scale: factor of the scores.
             sink: one more logit of each head, `[heads]`; None: there is none.
         """
-        tensors, labels = QAndKV([q], [k, v]), dict[str, Any]()
         table = self.importance.table
-        call = SparseCall(self.core, self.exchange, tensors, scale, labels, table)
+        call = SparseCall(self.core, self.exchange, QAndKV([q], [k, v]), scale, {}, table)
         out, lse = call.run(self.importance)
         if sink is not None:
             out, _ = with_sink(out, lse, sink)

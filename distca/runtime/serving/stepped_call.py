@@ -7,7 +7,7 @@ owns where they lie. Partial outputs merge into one sum, step by step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -40,7 +40,7 @@ def attend_in_steps(
     v_THD: torch.Tensor,
     exchange: SteppedExchange,
     softmax_scale: float,
-    labels: Mapping[str, Any] | None = None,
+    labels: Mapping[str, object] | None = None,
     sink_H: torch.Tensor | None = None,
     importance: Importance | None = None,
 ) -> torch.Tensor:
@@ -97,7 +97,7 @@ class SteppedCall:
         exchange: SteppedExchange,
         tensors: QAndKV,
         softmax_scale: float,
-        labels: Mapping[str, Any],
+        labels: Mapping[str, object],
     ) -> None:
         self._core, self._exchange, self._labels = core, exchange, labels
         self._scale, self._keys = softmax_scale, tensors.kv
@@ -199,7 +199,7 @@ class SteppedCall:
             begin = end
         pending.release()
 
-    def _span(self, name: str, lane: str, number: int) -> Any:
+    def _span(self, name: str, lane: str, number: int) -> AbstractContextManager[None]:
         return self._core.trace.span(name, lane, step=number, **self._labels)
 
     @property

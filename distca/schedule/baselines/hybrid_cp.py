@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -127,7 +128,21 @@ class HybridContextParallel:
         return plan_at_home("hybrid-cp", self._config, lengths, placement, mask)
 
 
-def balanced_scheduler() -> Any:
+class _BalancedScheduler(Protocol):
+    """What is used of megatron-core's scheduler."""
+
+    def gpus_needed(self, tokens: int, /) -> int:
+        """Ranks that a document of so many tokens needs."""
+        ...
+
+    def get_groups_and_subsamples(
+        self, numbers_and_tokens: list[tuple[int, int]], config: None, /
+    ) -> tuple[object, list[Round]]:
+        """Rounds of all documents, each with the documents of every rank."""
+        ...
+
+
+def balanced_scheduler() -> Callable[[int, _Pool], _BalancedScheduler]:
     """Returns megatron-core's class `BalancedCPScheduler`.
 
     Raises:
@@ -170,7 +185,10 @@ class _Pool:
 
 
 def _schedule_rounds(
-    make_scheduler: Any, lengths: Int64s, ranks: int, most_tokens: int
+    make_scheduler: Callable[[int, _Pool], _BalancedScheduler],
+    lengths: Int64s,
+    ranks: int,
+    most_tokens: int,
 ) -> list[Round]:
     """Asks megatron-core which ranks train on which documents.
 

@@ -67,7 +67,7 @@ class PlannerProcess(Generic[Result]):
         """Number of the process."""
         return self._process.pid
 
-    def __call__(self, *arguments: Any) -> Result:
+    def __call__(self, *arguments: object) -> Result:
         """Calls the function, and waits for its result without holding the interpreter's lock.
 
         Raises:
@@ -93,7 +93,7 @@ class PlannerProcess(Generic[Result]):
             # What was not read is lost.
             self._process.stdin.close()
 
-    def _send(self, value: Any) -> None:
+    def _send(self, value: object) -> None:
         assert self._process.stdin is not None
         pickle.dump(value, self._process.stdin, pickle.HIGHEST_PROTOCOL)
         self._process.stdin.flush()

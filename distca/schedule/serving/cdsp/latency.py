@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -193,7 +193,7 @@ class PrefillModel:
             ValueError: it is something else.
         """
         try:
-            saved: Any = json.loads(path.read_text())
+            saved = json.loads(path.read_text())
             coefficients = {
                 int(degree): Coefficients(**{name: float(value) for name, value in of.items()})
                 for degree, of in saved["coefficients"].items()

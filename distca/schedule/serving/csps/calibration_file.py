@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from distca.cost.link import Links
 from distca.schedule.serving.csps.degradation import (
@@ -24,9 +25,10 @@ from distca.schedule.serving.csps.degradation import (
     Measured,
 )
 from distca.schedule.serving.csps.levels import Levels, NodeParts
-from distca.schedule.serving.csps.sparsity import Sparsity
+from distca.schedule.serving.csps.sparsity import Ratios, Sparsity
 
 FORMAT = 2
+_Rounded: TypeAlias = "float | list[_Rounded]"
 _MAKE = "make one by `distca tune sparsity MODEL --prompts FILE`"
 
 
@@ -121,7 +123,7 @@ class CalibrationFile:
     def save(self, path: Path) -> None:
         """Writes the file, replaced if it exists."""
         on = asdict(self.measured_on) | {"lengths": [each.tokens for each in self.measured]}
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         if len(self.measured) == self.measured_on.prompts:
             calibration = self.calibration
             found = {
@@ -158,11 +160,10 @@ class CalibrationFile:
         whole.replace(path)
 
 
-def _rounded(values: Any) -> Any:
+def _rounded(values: ArrayLike) -> _Rounded:
     """Numbers with five digits, in lists as they are."""
-    if np.ndim(values) == 0:
-        return float(f"{float(values):.5g}")
-    return [_rounded(each) for each in values]
+    array = np.asarray(values, dtype=np.float64)
+    return [_rounded(each) for each in array] if array.ndim else float(f"{float(array):.5g}")
 
 
 def load_calibration(path: Path) -> CalibrationFile:
@@ -180,7 +181,7 @@ def load_calibration(path: Path) -> CalibrationFile:
         on = {name: saved["measured_on"][name] for name in MeasuredOn.__dataclass_fields__}
         samples = [
             Sparsity(keys, Sparsity.nothing_dropped(*np.shape(keys)).queries)
-            for keys in (_as_tuples(each) for each in saved["samples"])
+            for keys in (cast("Ratios", _as_tuples(each)) for each in saved["samples"])
         ]
         measured = [
             Measured(
@@ -202,7 +203,7 @@ def load_calibration(path: Path) -> CalibrationFile:
         ) from error
 
 
-def _as_tuples(values: Any) -> Any:
+def _as_tuples(values: float | list[float]) -> object:
     return tuple(map(_as_tuples, values)) if isinstance(values, list) else float(values)
 
 

@@ -22,7 +22,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -221,7 +220,7 @@ class Sparsity:
             ) from error
 
 
-def _ratios(saved: Sequence[Sequence[Sequence[Any]]]) -> Ratios:
+def _ratios(saved: Sequence[Sequence[Sequence[float]]]) -> Ratios:
     """Nested lists of numbers as ratios."""
     found = tuple(tuple(tuple(map(float, levels)) for levels in heads) for heads in saved)
     if not all(math.isfinite(ratio) for heads in found for levels in heads for ratio in levels):
