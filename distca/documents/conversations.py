@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -94,7 +93,7 @@ def read_conversations(path: str, tokenizer: ChatTokenizer) -> Conversations:
 def _messages(line: bytes) -> list[Message]:
     """Reads a line's messages, each with a text as its role and as its content."""
     try:
-        read: Any = json.loads(line.decode("utf-8-sig"))
+        read = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
     except (ValueError, RecursionError) as error:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distca.inference.finite import naming
 from distca.inference.llm import Completion, OnToken, RequestOutput
 from distca.inference.models import ServedModel
 from distca.inference.rank_processes import RankProcesses
 from distca.inference.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
 
@@ -77,7 +80,7 @@ class Conversations:
     def __init__(
         self,
         model: ServedModel,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         conversations: Sequence[Sequence[Message]],
         max_tokens: int,
     ) -> None:

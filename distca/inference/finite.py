@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,8 +66,8 @@ class Outputs:
             for hook in hooks:
                 hook.remove()
 
-    def _hook(self, name: str) -> Any:
-        def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _hook(self, name: str) -> Callable[[torch.nn.Module, object, object], None]:
+        def hook(module: torch.nn.Module, inputs: object, output: object) -> None:
             self._calls += 1
             several = output if isinstance(output, tuple | list) else (output,)
             tensors = [each for each in several if isinstance(each, torch.Tensor)]

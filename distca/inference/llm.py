@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -178,7 +177,9 @@ class LLM:
         self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
         # What processes tell each other of iterations lies on the host.
         on_gpus = self._several and device.type == "cuda"
-        self._control: Any = dist.new_group(backend="gloo") if on_gpus else None
+        self._control: dist.ProcessGroup | None = (
+            dist.new_group(backend="gloo") if on_gpus else None
+        )
         blocks = torch.tensor(self._worker.room)
         if self._several:
             dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)

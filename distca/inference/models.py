@@ -7,7 +7,8 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,14 @@ from distca.inference.tensor_parallel import (
 )
 from distca.inference.transformers_model import IMPLEMENTATION, TransformersModel, register
 from distca.plan import Mask
+
+if TYPE_CHECKING:
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +58,7 @@ _WINDOW_OF_ALL = ("mistral", "phi3", "qwen3_moe")
 _WINDOW_BY_LAYER = ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
 """Families whose `layer_types` say which layers have a window."""
 
-_NOT_APPLIED: dict[str, Any] = {
+_NOT_APPLIED: dict[str, object] = {
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
@@ -80,7 +89,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def need_transformers() -> Any:
+def need_transformers() -> ModuleType:
     """Imports transformers.
 
     Raises:
@@ -113,14 +122,14 @@ class ServedModel:
     """
 
     path: str
-    config: Any
+    config: PreTrainedConfig
     shape: AttentionShape
     windows: tuple[int | None, ...]
     dtype: torch.dtype
-    generation: Any
+    generation: GenerationConfig
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
-    multimodal: Any = None
+    multimodal: PreTrainedConfig | None = None
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -184,7 +193,7 @@ class ServedModel:
         device: torch.device,
         attention: str = IMPLEMENTATION,
         ranks: TensorRanks = ALONE,
-    ) -> Any:
+    ) -> PreTrainedModel:
         """Checks and reads the weights, and returns the model.
 
         Args:
@@ -283,7 +292,9 @@ def read_model(
     )
 
 
-def _read_generation(transformers: Any, path: str, config: Any) -> Any:
+def _read_generation(
+    transformers: ModuleType, path: str, config: PreTrainedConfig
+) -> GenerationConfig:
     """Reads the generation config, or makes one of the model's if there is none.
 
     Raises:
@@ -339,7 +350,7 @@ def model_size(model: ServedModel) -> ModelSize:
     )
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model.
 
     Args:
@@ -360,14 +371,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def _refuse_quantized(config: Any, path: str) -> None:
+def _refuse_quantized(config: PreTrainedConfig | None, path: str) -> None:
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"{path} has quantized weights, which are not loaded: choose another model"
         )
 
 
-def _refuse_uncovered(config: Any, path: str) -> None:
+def _refuse_uncovered(config: PreTrainedConfig, path: str) -> None:
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(
             f"{path} has multi-latent attention, which our attention does not compute: choose "
@@ -380,7 +391,7 @@ def _refuse_uncovered(config: Any, path: str) -> None:
         )
 
 
-def _windows(config: Any, path: str) -> tuple[int | None, ...]:
+def _windows(config: PreTrainedConfig, path: str) -> tuple[int | None, ...]:
     """Earlier tokens that each layer's queries see; transformers counts the query's own, too.
 
     Raises:

@@ -9,13 +9,12 @@ import torch
 
 
 class LayerAttention(Protocol):
-    """Core attention of a step's layers.
+    """Core attention of a step's layers."""
 
-    Attributes:
-        windows: for each layer how many earlier tokens a query sees; None: all.
-    """
-
-    windows: Sequence[int | None]
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """For each layer how many earlier tokens a query sees; None: all."""
+        ...
 
     def attend(
         self,

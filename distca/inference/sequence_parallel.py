@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.inference.attention_runner import ForwardContext
 from distca.inference.models import ServedModel
+from distca.inference.runnable import LayerAttention
 from distca.inference.tensor_parallel import TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime.serving.sequence_exchange import SequenceExchange
@@ -31,6 +31,14 @@ from distca.schedule.serving.csps.layouts import (
     SplitModel,
 )
 from distca.transport import CollectiveTransport, new_exchange_group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_Args: TypeAlias = "tuple[torch.Tensor, ...]"
+_Named: TypeAlias = "dict[str, torch.Tensor]"
+_Kept: TypeAlias = "tuple[_Projection, torch.Tensor, torch.Tensor | None]"
+"""A projection with its weight and bias."""
 
 
 def split_model(model: ServedModel, choice: LayoutChoice, nodes: int = 1) -> SplitModel:
@@ -55,7 +63,7 @@ def split_model(model: ServedModel, choice: LayoutChoice, nodes: int = 1) -> Spl
     return SplitModel(layer, len(model.windows), choice)
 
 
-def _has_biases(config: Any) -> bool:
+def _has_biases(config: PreTrainedConfig) -> bool:
     """Whether projections to queries, keys and values have biases."""
     return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
 
@@ -118,7 +126,7 @@ class SequenceSharing:
         finally:
             self._shared = None
 
-    def scattered(self, run: ForwardContext) -> ScatteredRun:
+    def scattered(self, run: LayerAttention) -> ScatteredRun:
         """Makes a run that is given this rank's rows of all heads."""
         return ScatteredRun(run, self)
 
@@ -140,7 +148,7 @@ class SequenceSharing:
         assert self._shared is not None, "no step has begun"
         return self._shared.rows
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
         """See `RowSharing`."""
         for name, module in model.named_modules():
             last = name.split(".")[-1]
@@ -155,8 +163,8 @@ class SequenceSharing:
         model.get_output_embeddings().register_forward_pre_hook(self._before_logits)
 
     def _before_attention(
-        self, weights: _AttentionWeights, module: Any, args: Any, kwargs: Any
-    ) -> Any:
+        self, weights: _AttentionWeights, module: torch.nn.Module, args: _Args, kwargs: _Named
+    ) -> tuple[_Args, _Named] | None:
         if self._shared is None:
             return None
         if self._shared.layout == "sp-tp":
@@ -165,7 +173,9 @@ class SequenceSharing:
         self._is_whole = True
         return None
 
-    def _after_attention(self, weights: _AttentionWeights, module: Any, args: Any, out: Any) -> Any:
+    def _after_attention(
+        self, weights: _AttentionWeights, module: torch.nn.Module, args: _Args, out: _Args
+    ) -> _Args | None:
         if self._shared is None:
             return None
         if self._shared.layout == "sp-tp":
@@ -174,13 +184,17 @@ class SequenceSharing:
         weights.restore()
         return None
 
-    def _before_mlp(self, module: Any, args: Any, kwargs: Any) -> Any:
+    def _before_mlp(
+        self, module: torch.nn.Module, args: _Args, kwargs: _Named
+    ) -> tuple[_Args, _Named] | None:
         return None if self._shared is None else self._gathered(args, kwargs)
 
-    def _after_mlp(self, module: Any, args: Any, out: torch.Tensor) -> Any:
+    def _after_mlp(
+        self, module: torch.nn.Module, args: _Args, out: torch.Tensor
+    ) -> torch.Tensor | None:
         return None if self._shared is None else self._summed(out)
 
-    def _gathered(self, args: Any, kwargs: Any) -> Any:
+    def _gathered(self, args: _Args, kwargs: _Named) -> tuple[_Args, _Named]:
         """Arguments of a block with all rows."""
         if args:
             return (self._all_rows(args[0]), *args[1:]), kwargs
@@ -194,7 +208,7 @@ class SequenceSharing:
         sums = self._exchange.reduce_scatter(parts[0], self._rows, "reduce-scatter")
         return sums.to(self._dtype)[None]
 
-    def _before_logits(self, module: Any, args: Any) -> Any:
+    def _before_logits(self, module: torch.nn.Module, args: _Args) -> _Args | None:
         """Gives all ranks, each of which has a part of the vocabulary, the rows that are kept."""
         if self._shared is None:
             return None
@@ -242,6 +256,23 @@ class SequenceSharing:
         return torch.cat(found, 1).view(len(found[0]), -1, self._layer.head_dim)
 
 
+class _Projection(Protocol):
+    """Weight `[outputs, inputs]` and bias `[outputs]` of a linear layer."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class _Block(Protocol):
+    """A block of attention; some have `qkv_proj` in place of the first three projections."""
+
+    config: PreTrainedConfig
+    q_proj: _Projection
+    k_proj: _Projection
+    v_proj: _Projection
+    o_proj: _Projection
+
+
 class _AttentionWeights:
     """The weights of an attention block: a rank's slice, or whole ones that all ranks gather.
 
@@ -253,7 +284,7 @@ class _AttentionWeights:
     """
 
     def __init__(
-        self, block: Any, layer: SplitLayer, exchange: SequenceExchange, ranks: TensorRanks
+        self, block: _Block, layer: SplitLayer, exchange: SequenceExchange, ranks: TensorRanks
     ) -> None:
         self._block, self._layer, self._exchange, self._rank = block, layer, exchange, ranks.rank
         self._slice, self._whole = block.config, copy.copy(block.config)
@@ -262,7 +293,7 @@ class _AttentionWeights:
         bias = block.o_proj.bias
         # One rank alone adds it to its part of the sums.
         self._bias = None if bias is None else ranks.add_up(bias.detach().clone())
-        self._kept: list[tuple[Any, Any, Any]] = []
+        self._kept: list[_Kept] = []
 
     def gather(self) -> None:
         """Gathers the whole weights into the block. Collective."""
@@ -311,16 +342,18 @@ class _AttentionWeights:
         keys, values = torch.cat(found).transpose(0, 1).flatten(1, 2)
         return keys, values
 
-    def _replace(self, projection: Any, whole: torch.Tensor) -> None:
+    def _replace(self, projection: _Projection, whole: torch.Tensor) -> None:
         inputs = self._layer.hidden_size
         self._set(projection, whole[:, :inputs], whole[:, inputs] if self._layer.biases else None)
 
-    def _set(self, projection: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def _set(
+        self, projection: _Projection, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         self._kept.append((projection, projection.weight, projection.bias))
         projection.weight = torch.nn.Parameter(weight, requires_grad=False)
         projection.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
 
-    def _configure(self, config: Any) -> None:
+    def _configure(self, config: PreTrainedConfig) -> None:
         """Sets the numbers of heads by which a block takes projections of all three apart."""
         self._block.config = config
         if hasattr(self._block, "num_key_value_heads"):
@@ -329,19 +362,19 @@ class _AttentionWeights:
 
 @dataclass
 class ScatteredRun:
-    """Stands for a `ForwardContext` where a rank has its rows, with queries and keys of all heads.
+    """A `LayerAttention` where a rank has its rows, with queries and keys of all heads.
 
     Attributes:
         run: run of the step, over all rows and this rank's heads.
         sharing: sharing of the rows.
     """
 
-    run: ForwardContext
+    run: LayerAttention
     sharing: SequenceSharing
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """See `ForwardContext`."""
+        """See `LayerAttention`."""
         return self.run.windows
 
     def attend(
@@ -353,6 +386,6 @@ class ScatteredRun:
         scale: float,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `ForwardContext.attend`."""
+        """See `LayerAttention.attend`."""
         q, k, v = self.sharing.heads_of_all_rows(q, k, v)
         return self.sharing.rows_of_all_heads(self.run.attend(layer, q, k, v, scale, sink))

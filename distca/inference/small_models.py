@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import AutoModel, PreTrainedConfig
+
 
 VOCABULARY = 260
 WINDOW = 24
@@ -20,7 +24,7 @@ SIZES = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 4096,
 }
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
@@ -60,7 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_small_model(family: str, folder: Path, **changes: Any) -> Path:
+def save_small_model(family: str, folder: Path, **changes: object) -> Path:
     """Writes a model of a family, the same one each time, and returns its folder.
 
     Args:
@@ -75,7 +79,7 @@ def save_small_model(family: str, folder: Path, **changes: Any) -> Path:
     return save_model(transformers.AutoModelForCausalLM, config, folder / family)
 
 
-def save_model(kind: Any, config: Any, folder: Path) -> Path:
+def save_model(kind: type[AutoModel], config: PreTrainedConfig, folder: Path) -> Path:
     """Writes a model with random weights, and returns its folder.
 
     Args:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from distca.attention.importance import most_important
 from distca.inference.models import ServedModel, need_transformers
+from distca.inference.transformers_model import layer_of
 from distca.plan import Mask, SteppedPlan
 from distca.plan.span import Floats
 from distca.runtime.serving.importance import OBSERVERS
@@ -158,7 +158,7 @@ class _Run:
 
 
 def _attend(
-    module: Any,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -167,9 +167,9 @@ def _attend(
     dropout: float = 0.0,
     *,
     distca_sparse: _Run,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
     run = distca_sparse
-    outputs = run.attend(int(module.layer_idx), query[0], key[0], value[0], scaling)
+    outputs = run.attend(layer_of(module), query[0], key[0], value[0], scaling)
     return outputs.transpose(0, 1)[None], None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,11 @@ from distca.checkpoints.stored_weights import StoredTensor
 from distca.checkpoints.weights import Checkpoint
 from distca.schedule.serving.csps.layouts import SharedRows
 from distca.transport import new_exchange_group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from distca.inference.runnable import LayerAttention
 
 SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
 """Projections of which each rank has some outputs."""
@@ -54,7 +59,7 @@ class RowSharing(Protocol):
         """Adds up parts of all rows' embeddings; returns those of this rank's rows."""
         ...
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
         """Lets the blocks of a slice share rows."""
         ...
 
@@ -67,7 +72,7 @@ class RowSharing(Protocol):
         """
         ...
 
-    def scattered(self, run: Any) -> Any:
+    def scattered(self, run: LayerAttention) -> LayerAttention:
         """Makes a run of a step that is given this rank's rows of all heads."""
         ...
 
@@ -122,7 +127,9 @@ ALONE = TensorRanks()
 """A rank that has all of every layer."""
 
 
-def join_ranks(tensor_parallel_size: int, timeout: timedelta) -> tuple[Any, TensorRanks]:
+def join_ranks(
+    tensor_parallel_size: int, timeout: timedelta
+) -> tuple[dist.ProcessGroup, TensorRanks]:
     """Makes the process groups of a rank; neighbouring ranks share layers. Collective.
 
     Args:
@@ -137,16 +144,20 @@ def join_ranks(tensor_parallel_size: int, timeout: timedelta) -> tuple[Any, Tens
     context = [
         new_exchange_group(list(range(first, world_size, size)), timeout) for first in range(size)
     ]
+    group = context[rank % size]
+    assert group is not None, "a rank is in its own group"
     if size == 1:
-        return context[0], ALONE
+        return group, ALONE
     tensor = [
         dist.new_group(list(range(first, first + size)), timeout=timeout)
         for first in range(0, world_size, size)
     ]
-    return context[rank % size], TensorRanks(rank % size, size, tensor[rank // size])
+    return group, TensorRanks(rank % size, size, tensor[rank // size])
 
 
-def check_divides(config: Any, size: int, flag: str = "--tensor-parallel-size") -> None:
+def check_divides(
+    config: PreTrainedConfig, size: int, flag: str = "--tensor-parallel-size"
+) -> None:
     """Refuses sizes that ranks cannot share evenly.
 
     Args:
@@ -182,7 +193,7 @@ _WHOLE = ("gpt_oss",)
 _WIDTHS = ("intermediate_size", "moe_intermediate_size")
 
 
-def slice_config(config: Any, size: int) -> Any:
+def slice_config(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
     """Returns the configuration of a slice."""
     config = copy.deepcopy(config)
     heads = config.num_attention_heads
@@ -201,7 +212,7 @@ def slice_config(config: Any, size: int) -> Any:
 
 def load_slice(
     checkpoint: Checkpoint, ranks: TensorRanks, dtype: torch.dtype, attention: str
-) -> Any:
+) -> PreTrainedModel:
     """Reads a rank's slice of a model, which gives the whole model's logits. Collective.
 
     Args:
@@ -228,7 +239,7 @@ class _Cut:
         ranks: ranks that have slices.
     """
 
-    def __init__(self, config: Any, ranks: TensorRanks) -> None:
+    def __init__(self, config: PreTrainedConfig, ranks: TensorRanks) -> None:
         self._config, self._ranks = config, ranks
 
     def __call__(self, name: str, weight: StoredTensor) -> torch.Tensor:
@@ -283,7 +294,7 @@ def _read(weight: StoredTensor, dim: int, ranges: Sequence[tuple[int, int]]) -> 
     return torch.cat(found, dim) if len(found) > 1 else found[0].clone()
 
 
-def _add_hooks(model: Any, vocabulary: int, ranks: TensorRanks) -> None:
+def _add_hooks(model: PreTrainedModel, vocabulary: int, ranks: TensorRanks) -> None:
     """Makes the layers of a slice give what those of the whole model do.
 
     Args:

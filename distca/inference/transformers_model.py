@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from distca.inference.runnable import LayerAttention
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 IMPLEMENTATION = "distca"
 """Name under which transformers knows our attention."""
 
 
-def register(transformers: Any) -> None:
+def register(transformers: ModuleType) -> None:
     """Lets transformers know our attention; models are made for it after that."""
     # Without a function for masks of this name transformers makes none: the plan has it.
     transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+def layer_of(module: torch.nn.Module) -> int:
+    """Returns the number of the layer that a block of attention is of."""
+    return int(module.layer_idx)  # type: ignore[arg-type]
 
 
 class TransformersModel:
@@ -30,7 +39,7 @@ class TransformersModel:
         scales: the factor of each layer's scores.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: PreTrainedModel) -> None:
         self.module = module
         scales = {
             int(each.layer_idx): float(each.scaling)
@@ -60,7 +69,7 @@ class TransformersModel:
 
 
 def _attend(
-    module: Any,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -71,10 +80,10 @@ def _attend(
     distca_run: LayerAttention,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
-    layer = int(module.layer_idx)
+    layer = layer_of(module)
     window = distca_run.windows[layer]
     assert sliding_window is None or window == sliding_window - 1, "a layer has another window"
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))

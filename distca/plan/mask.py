@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -125,13 +125,15 @@ class LayerMasks:
         return values[first : first + each]
 
 
-def _pairs_at_or_before(q_start: Any, q_end: Any, kv_start: Any, kv_end: Any) -> Any:
+def _pairs_at_or_before(
+    q_start: IntOrArray, q_end: IntOrArray, kv_start: IntOrArray, kv_end: IntOrArray
+) -> IntOrArray:
     """Counts pairs with `key <= query`: the sum of `clip(query + 1 - kv_start, 0, kv_len)`."""
     span = np.maximum(kv_end - kv_start, 0)
     return _ramp(q_end - kv_start, span) - _ramp(q_start - kv_start, span)
 
 
-def _ramp(x: Any, top: Any) -> Any:
+def _ramp(x: IntOrArray, top: IntOrArray) -> IntOrArray:
     """Returns the sum over `i < x` (from minus infinity) of `clip(i + 1, 0, top)`."""
     # Planning calls this very often with few rectangles, for which `np.clip` and `//` are slower.
     rising = np.minimum(np.maximum(x, 0), top)
@@ -139,7 +141,9 @@ def _ramp(x: Any, top: Any) -> Any:
     return (rising * (rising + 1) >> 1) + flat * top
 
 
-def _pairs_before_chunks(q_end: Any, kv_start: Any, kv_end: Any, size: int) -> Any:
+def _pairs_before_chunks(
+    q_end: IntOrArray, kv_start: IntOrArray, kv_end: IntOrArray, size: int
+) -> IntOrArray:
     """Counts pairs of the queries `[0, q_end)` whose key lies before the query's chunk."""
     keys = np.maximum(kv_end - kv_start, 0)
     chunks, rest = q_end // size, q_end % size

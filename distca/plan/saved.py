@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ _TASK_COLUMNS = 6
 
 
 def save_plan(
-    plan: Plan | SteppedPlan, path: Path, configuration: dict[str, Any] | None = None
+    plan: Plan | SteppedPlan, path: Path, configuration: dict[str, object] | None = None
 ) -> None:
     """Writes a plan to a file.
 
@@ -81,7 +80,7 @@ def save_plan(
     path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
 
-def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
+def load_plan(path: Path) -> tuple[Plan, dict[str, object]]:
     """Reads and validates a plan that `save_plan`, or another program, wrote.
 
     Returns:
@@ -97,7 +96,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
     return stepped.plan, configuration
 
 
-def load_stepped_plan(path: Path) -> tuple[SteppedPlan, dict[str, Any]]:
+def load_stepped_plan(path: Path) -> tuple[SteppedPlan, dict[str, object]]:
     """Reads and validates any plan that `save_plan`, or another program, wrote.
 
     Returns:

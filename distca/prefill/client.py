@@ -13,9 +13,9 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -269,7 +269,7 @@ class PrefillClient:
         if [len(frame) for frame in landing.frames] != [size, size] or not size:
             raise ValueError(f"{count} rows are not two frames of {size} bytes")
 
-    def _hear(self, message: Any) -> None:
+    def _hear(self, message: ToClient) -> None:
         """Takes a message of the front. Called with the lock."""
         if isinstance(message, Event):
             self._mail.append((self._heard, message))
@@ -374,8 +374,7 @@ class PrefillClient:
 
 
 def _with_inbox(hello: Hello, inbox: str) -> Hello:
-    values: Mapping[str, Any] = {name: getattr(hello, name) for name in hello.__struct_fields__}
-    return Hello(**{**values, "inbox": inbox})
+    return msgspec.structs.replace(hello, inbox=inbox)
 
 
 def own_host(address: str) -> str:

@@ -6,9 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distca.prefill.messages import PROTOCOL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HEADER = 1 << 16
@@ -19,7 +22,9 @@ _OF_LENGTH = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies depend on the longest sequence, and on whose code it is."""
 
 
-def model_facts(config: Any, folder: str, dtype: str, frequencies: str) -> dict[str, str]:
+def model_facts(
+    config: PreTrainedConfig, folder: str, dtype: str, frequencies: str
+) -> dict[str, str]:
     """Says what keys and values of a model depend on, and how they are sent.
 
     Args:
@@ -31,8 +36,8 @@ def model_facts(config: Any, folder: str, dtype: str, frequencies: str) -> dict[
     Returns:
         Values by names that a user understands.
     """
-    heads = int(config.num_attention_heads)
-    sizes: dict[str, Any] = {
+    heads, rotary = int(config.num_attention_heads), _rotary(config)
+    sizes: dict[str, object] = {
         "family": config.model_type,
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
@@ -42,9 +47,8 @@ def model_facts(config: Any, folder: str, dtype: str, frequencies: str) -> dict[
         "vocabulary": config.vocab_size,
         "sliding window": getattr(config, "sliding_window", None),
         "kinds of layers": getattr(config, "layer_types", None),
-        "rotary embedding": _rotary(config),
+        "rotary embedding": rotary,
     }
-    rotary = sizes["rotary embedding"]
     # Kinds of layers may have their own.
     kinds = (rotary, *(each for each in rotary.values() if isinstance(each, dict)))
     if any(each.get("rope_type") in _OF_LENGTH for each in kinds):
@@ -105,7 +109,7 @@ def disagreement(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | No
     return None
 
 
-def _rotary(config: Any) -> dict[str, Any]:
+def _rotary(config: PreTrainedConfig) -> dict[str, object]:
     """Numbers of rotary embeddings, wherever a version of transformers keeps them."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     found.update(getattr(config, "rope_scaling", None) or {})

@@ -12,7 +12,6 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import zmq
@@ -170,7 +169,7 @@ class Front:
     def _say(self, identity: bytes, message: Message) -> None:
         self._socket.send_multipart([identity, encode(message)])
 
-    def _hear(self, identity: bytes, message: Any) -> None:
+    def _hear(self, identity: bytes, message: ToFront) -> None:
         if identity in self._peers:
             self._heard[identity] = time.monotonic()
         if isinstance(message, Hello):

@@ -10,12 +10,13 @@ import logging
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import zmq
+from numpy.typing import NDArray
 
 from distca.inference.config import EngineConfig
 from distca.inference.engine import Engine, Iteration
@@ -112,7 +113,7 @@ class PrefillRank:
         self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
         # What ranks agree on lies on the host.
         timeout = timedelta(seconds=config.step_timeout)
-        self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._worker = Worker(config, device, model=model)
         self._worker.watch(self)
         blocks = torch.tensor(self._worker.room)
@@ -367,6 +368,6 @@ def _pieces(positions: Int64s) -> list[tuple[int, int]]:
     return [*zip(positions[opens].tolist(), (positions[closes] + 1).tolist(), strict=True)]
 
 
-def _bytes_of(rows: torch.Tensor) -> Any:
+def _bytes_of(rows: torch.Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor, for whoever sends them."""
     return rows.contiguous().cpu().view(torch.uint8).numpy()

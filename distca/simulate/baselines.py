@@ -23,9 +23,8 @@ gradients, pipeline stages for activations.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
 from distca.cost.kernel_time import CostModel
 from distca.plan.span import Floats, Int64s
@@ -95,7 +94,7 @@ def simulate_baseline(
         exposed = exposed_reduction(ended - began, needed, others, costs.cluster.charges)
         seconds = max(seconds, ended + exposed)
 
-    def of_ranks(each: Any) -> Any:
+    def of_ranks(each: NDArray) -> NDArray:
         """Sums over the layers of each rank's stage."""
         return np.tile(np.repeat(layers * each, layout.context_parallel), layout.stages)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from distca.schedule import (
 )
 from distca.schedule.base import server_loads
 from distca.simulate.costs import ModelCosts
-from distca.simulate.sharing import Group, Shared, all_gather, gather_copies, ring
+from distca.simulate.sharing import Group, Index, Shared, all_gather, gather_copies, ring
 
 RINGS = ("cp-p2p", "cp-a2a", "cp-a2a+p2p")
 """Baselines whose groups share documents by rings and all-to-alls."""
@@ -157,7 +156,7 @@ class Bins:
             order = np.arange(bins).reshape(layout.micro_batches, layout.data_parallel).T
         return Bins(tokens, shared).select(order)
 
-    def select(self, index: Any) -> Bins:
+    def select(self, index: Index) -> Bins:
         """Returns the bins that a numpy index selects."""
         return Bins(self.tokens[index], self.shared.select(index))
 

@@ -15,10 +15,13 @@ figures that others measured:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
+from distca.plan.span import Floats
+
+_Seconds = TypeVar("_Seconds", float, Floats)
 _TILE = 128 * 256
 """Elements of the largest tile that a thread block of a matrix product computes."""
 
@@ -72,7 +75,9 @@ PUBLISHED = Charges(
 )
 
 
-def end_of_compute(start: Any, seconds: Any, busy_until: Any, interference: float) -> Any:
+def end_of_compute(
+    start: _Seconds, seconds: _Seconds, busy_until: _Seconds, interference: float
+) -> _Seconds:
     """Moment at which work ends that exchanges slow down until some moment.
 
     Args:
@@ -85,9 +90,10 @@ def end_of_compute(start: Any, seconds: Any, busy_until: Any, interference: floa
         return start + seconds
     left = 1 - interference
     overlap = np.maximum(busy_until - start, 0.0)
-    return start + np.where(
+    slowed: _Seconds = np.where(  # type: ignore[assignment]
         seconds <= left * overlap, seconds / left, seconds + interference * overlap
     )
+    return start + slowed
 
 
 def exposed_reduction(hidden: float, needed: float, other: float, charges: Charges) -> float:

@@ -9,9 +9,8 @@ ranks wait for each other but the exchanges, and the reduction of gradients at t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -244,7 +243,7 @@ class _Run:
         count = len(self._of_one_mask(nano_costs))
         return tick_program(tick.direction, layers, count, at_home, goes_back)
 
-    def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> Floats:
+    def _dispatch(self, plan: PlanCosts, direction: Pass, labels: Mapping[str, object]) -> Floats:
         """Starts to send the kernels' inputs; returns when they arrive."""
         exchange, suffix = plan.of(direction).dispatch, _SUFFIX[direction]
         return self._start(exchange, _PHASES[direction][0], f"dispatch{suffix}", labels)
@@ -283,7 +282,7 @@ class _Run:
         return seconds
 
     def _compute(
-        self, plan: PlanCosts, direction: Pass, over: Floats, labels: dict[str, Any]
+        self, plan: PlanCosts, direction: Pass, over: Floats, labels: Mapping[str, object]
     ) -> Floats:
         """Runs the kernels once inputs are there, and starts to return their outputs."""
         resources, costs, suffix = self._resources, plan.of(direction), _SUFFIX[direction]
@@ -293,7 +292,7 @@ class _Run:
         return self._start(costs.combine, _PHASES[direction][1], f"combine{suffix}", labels)
 
     def _start(
-        self, exchange: TimedExchange, phase: str, name: str, labels: dict[str, Any]
+        self, exchange: TimedExchange, phase: str, name: str, labels: Mapping[str, object]
     ) -> Floats:
         """Gathers rows and starts an exchange; returns when it is over."""
         resources = self._resources
@@ -308,7 +307,7 @@ class _Run:
         plan: PlanCosts,
         direction: Pass,
         over: Floats,
-        labels: dict[str, Any],
+        labels: Mapping[str, object],
     ) -> None:
         resources, combine = self._resources, plan.of(direction).combine
         resources.wait(over, f"wait for combine{_SUFFIX[direction]}", **labels)

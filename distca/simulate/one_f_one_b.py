@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distca.plan.span import Floats
 from distca.simulate.bins import BaselineLayout, Bins
@@ -33,8 +33,8 @@ class Passes:
     def of(bins: Bins, layout: BaselineLayout, costs: ModelCosts, stage: int) -> Passes:
         layers = costs.model.layers // layout.stages
         cluster, shared = costs.cluster, bins.shared
-        passes, computed, waited = [], 0.0, 0.0
-        again: Any = 0.0
+        passes: list[Floats] = []
+        computed, waited, again = np.zeros(1), np.zeros(1), np.zeros(1)
         for direction, factor in ((0, 1.0), (1, cluster.backward_over_forward)):
             linear = costs.layer_seconds()[direction]
             launch = cluster.launch_seconds * shared.calls[:, :, None]
@@ -43,7 +43,7 @@ class Passes:
             copied = shared.copied[..., direction] / cluster.copied_bytes_per_second
             # Parts after which the ranks of a group wait for each other.
             of_layer = bins.tokens * linear + factor * shared.attention + copied + launch
-            parts: list[Any] = [layers * (of_layer + again)]
+            parts: list[NDArray[np.floating]] = [layers * (of_layer + again)]
             if stage == layout.stages - 1:
                 head = costs.head_launch_seconds()[direction]
                 parts.append(bins.tokens * costs.head_seconds()[direction] + head)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,10 @@ from distca.cost.kernel_time import CostModel
 from distca.plan.span import Floats, Int64s
 from distca.simulate.charges import end_of_compute
 from distca.simulate.costs import ModelCosts
+
+Index: TypeAlias = "Int64s | tuple[slice | Int64s, Int64s]"
+"""What selects bins: numpy's index of their first axes."""
+_Tokens = TypeVar("_Tokens", int, Int64s)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Shared:
     transient: Floats
     calls: Int64s
 
-    def select(self, index: Any) -> Shared:
+    def select(self, index: Index) -> Shared:
         """Returns the bins that a numpy index selects."""
         return Shared(*(getattr(self, field.name)[index] for field in fields(self)))
 
@@ -175,7 +179,7 @@ def gather_calls(costs: ModelCosts) -> int:
     return 2 if costs.cluster.charges.baseline_copies else 1
 
 
-def gather_seconds(whole: Any, group: Group, costs: ModelCosts, keeps: int) -> Floats:
+def gather_seconds(whole: Int64s | Floats, group: Group, costs: ModelCosts, keeps: int) -> Floats:
     """Returns the seconds in which groups gather keys, and reduce their gradients, `[bins, both]`.
 
     Args:
@@ -192,8 +196,8 @@ def gather_seconds(whole: Any, group: Group, costs: ModelCosts, keeps: int) -> F
 
 
 def ring_bytes(
-    own: Any, ring: int, all_to_all: int, q_row: int, kv_row: int, out_row: int
-) -> tuple[Any, Any]:
+    own: _Tokens, ring: int, all_to_all: int, q_row: int, kv_row: int, out_row: int
+) -> tuple[_Tokens, _Tokens]:
     """Returns the bytes that a rank sends in a layer, forward and backward, by rings and
     all-to-alls.
 
@@ -325,7 +329,7 @@ def ring_backward(kernels: Floats, hop: Floats, interference: float) -> Floats:
     return np.asarray(np.maximum(end, arrives).max(axis=1))
 
 
-def hop_seconds(own: Any, group: Group, costs: ModelCosts) -> Any:
+def hop_seconds(own: Int64s | Floats, group: Group, costs: ModelCosts) -> Floats:
     """Returns the seconds of a ring's slowest message: that between nodes, if there is one.
 
     Rings of several all-to-all groups pass on side by side, each rank over a link of its own.

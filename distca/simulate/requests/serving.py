@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import cast
 
 from distca.schedule.serving.blocks import BlockPool, Blocks
 from distca.schedule.serving.cdsp import (
@@ -38,7 +38,9 @@ from distca.schedule.serving.cdsp.handoff import (
     Free,
     Grant,
     Landed,
+    ReceiverEvent,
     Send,
+    SenderEvent,
     Start,
     Started,
     Transfer,
@@ -246,14 +248,14 @@ class _Simulation:
 
     # Hand-off.
 
-    def _tell_sender(self, event: Any) -> None:
+    def _tell_sender(self, event: SenderEvent) -> None:
         if isinstance(event, Grant):
             self._jobs[event.transfer.request, event.chunk].granted = self._now
         self._sender, actions = send(self._sender, event, self._now)
         for action in actions:
             self._act(action, None)
 
-    def _tell_receiver(self, rank: int, event: Any) -> None:
+    def _tell_receiver(self, rank: int, event: ReceiverEvent) -> None:
         each = self._decoding[rank]
         each.receiver, actions = receive(each.receiver, event, self._now)
         for action in actions:
@@ -264,9 +266,10 @@ class _Simulation:
         match action:
             case Send(message):
                 if rank is None:
-                    self._tell_receiver(self._rank_of[message.transfer.request], message)
+                    rank = self._rank_of[message.transfer.request]
+                    self._tell_receiver(rank, cast("ReceiverEvent", message))
                 else:
-                    self._tell_sender(message)
+                    self._tell_sender(cast("SenderEvent", message))
             case Write():
                 self._write(action)
             case Start(transfer):

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -117,7 +116,7 @@ def read_trace(path: Path) -> RequestTrace:
     """
     form = 'a JSON list such as [{"arrival": 0.5, "prompt": 20000, "answer": 256}]'
     try:
-        rows: Any = json.loads(path.read_text())
+        rows = json.loads(path.read_text())
         requests = [Request(float(r["arrival"]), int(r["prompt"]), int(r["answer"])) for r in rows]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no trace: give {form}") from error

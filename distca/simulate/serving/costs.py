@@ -9,7 +9,7 @@ fewer key-value heads than tensor-parallel ranks, ranks hold copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
 from distca.simulate.cluster import Cluster
 from distca.simulate.costs import TENSOR_COLLECTIVES
+
+_Numbers = TypeVar("_Numbers", float, Floats)
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ class InferenceCosts:
             self._linear(tokens, 0, model.mlp_parameters, 0, self._mlp_read(tokens)),
         )
 
-    def _mlp_read(self, tokens: Int64s) -> Any:
+    def _mlp_read(self, tokens: Int64s) -> Floats:
         """Parameters of MLPs that all tokens of a rank together use, `[ranks]`."""
-        model, read = self.model, self.model.mlp_parameters + 0.0 * tokens
+        model, read = self.model, np.full(tokens.shape, float(self.model.mlp_parameters))
         if experts := model.experts:
             # Few tokens choose other experts each.
             used = np.minimum(tokens * experts.chosen, experts.number)
@@ -120,7 +122,7 @@ class InferenceCosts:
         parameters: int,
         of_mlp: int,
         collectives: int,
-        of_mlp_read: Any = 0.0,
+        of_mlp_read: Floats | float = 0.0,
     ) -> Floats:
         """Returns the seconds of linear layers for the tokens of each rank, `[ranks]`.
 
@@ -134,7 +136,10 @@ class InferenceCosts:
         cluster, size = self.cluster, self.tensor_parallel
         rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu * size
         products = 2.0 * (parameters + of_mlp * self.mlp_dtype_bytes / 2) * tokens / rate
-        weights = self._weight_bytes(parameters, of_mlp_read) / cluster.copied_bytes_per_second
+        weights = (
+            self._weight_bytes(parameters, np.asarray(of_mlp_read))
+            / cluster.copied_bytes_per_second
+        )
         seconds = np.maximum(products, weights) + collectives * self._collective(tokens)
         # No rank waits for weights that it does not use.
         return np.where(tokens > 0, seconds, 0.0)
@@ -148,7 +153,7 @@ class InferenceCosts:
         row = self.model.hidden_size * self.dtype_bytes * (size - 1) / size
         return tokens.astype(np.float64) * (row / (speed * 1e9)) + latency
 
-    def _weight_bytes(self, parameters: int, of_mlp: Any) -> Any:
+    def _weight_bytes(self, parameters: int, of_mlp: _Numbers) -> _Numbers:
         """Returns the bytes of weights on each GPU."""
         nbytes = parameters * self.dtype_bytes + of_mlp * self.mlp_dtype_bytes
         return nbytes / self.tensor_parallel

@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
@@ -163,7 +161,7 @@ def _kernel_sequences(step: SteppedPlan) -> _KernelSequences:
     return _KernelSequences(*map(np.concatenate, zip(*map(_columns, found), strict=True)))
 
 
-def _columns(of: _KernelSequences) -> tuple[NDArray[Any], ...]:
+def _columns(of: _KernelSequences) -> tuple[Int64s | Floats, ...]:
     return of.server, of.q, of.kv, of.pairs, of.causal, of.heads
 
 
