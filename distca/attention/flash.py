@@ -16,7 +16,6 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -280,7 +279,7 @@ class FlashAttn2Kernel(_FlashKernel):
         self._backward = package._flash_attn_varlen_backward
 
     @staticmethod
-    def _options(placed: _Placed) -> dict[str, Any]:
+    def _options(placed: _Placed) -> dict[str, object]:
         tasks = placed.tasks
         return {
             "cu_seqlens_q": placed.cu_seqlens_q,
@@ -337,7 +336,7 @@ class FlashAttn3Kernel(_FlashKernel):
         self._forward, self._backward = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
     @staticmethod
-    def _options(placed: _Placed) -> dict[str, Any]:
+    def _options(placed: _Placed) -> dict[str, object]:
         return {
             "cu_seqlens_q": placed.cu_seqlens_q,
             "cu_seqlens_k": placed.cu_seqlens_kv,
@@ -393,7 +392,7 @@ class FlashAttn4Kernel(_FlashKernel):
         self._forward, self._backward = package._flash_attn_fwd, package._flash_attn_bwd
 
     @staticmethod
-    def _options(placed: _Placed) -> dict[str, Any]:
+    def _options(placed: _Placed) -> dict[str, object]:
         return {
             "cu_seqlens_q": placed.cu_seqlens_q,
             "cu_seqlens_k": placed.cu_seqlens_kv,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.autograd.function import FunctionCtx
 
 from distca.attention.kernel import Kernel, KernelTasks
 from distca.attention.sink import sink_gradient, with_sink
@@ -41,10 +40,20 @@ def packed_attention(
     )
 
 
+class _Context(FunctionCtx):
+    """What is kept from the forward to the backward pass."""
+
+    kernel: Kernel
+    tasks: KernelTasks
+    saved_tensors: tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+    ]
+
+
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: _Context,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -59,12 +68,12 @@ class _PackedAttention(torch.autograd.Function):
         out, lse = kernel.forward(q, k, v, tasks)
         if sink is not None:
             out, lse = with_sink(out, lse, sink)
-        ctx.save_for_backward(q, k, v, out, lse, sink)
+        ctx.save_for_backward(q, k, v, out, lse, sink)  # type: ignore[arg-type]
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        *inputs, out, lse, sink = ctx.saved_tensors
-        gradients = ctx.kernel.backward(dout, *inputs, out, lse, ctx.tasks)
+    def backward(ctx: _Context, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse, sink = ctx.saved_tensors
+        gradients = ctx.kernel.backward(dout, q, k, v, out, lse, ctx.tasks)
         of_sink = None if sink is None else sink_gradient(dout, out, lse, sink)
         return *gradients, of_sink, None, None, None, None

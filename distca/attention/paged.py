@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -120,6 +120,6 @@ class OfPool:
         """See `PagedKernel.forward_paged`."""
         return self.kernel.forward_paged(q_THD, k_THD, v_THD, tasks, self.keys, into)
 
-    def backward(self, *_: Any) -> Gradients:
+    def backward(self, *_: object) -> Gradients:
         """Is never called: calls over a pool run without autograd."""
         raise AssertionError("keys and values of a pool have no gradients")

@@ -12,7 +12,6 @@ import logging
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ _MOST_QUERIES = 4
 _WORK_OF_A_THREAD = 1 << 22
 """Products of numbers that are worth another thread."""
 
-_TYPES: dict[str, Any] = {
+_TYPES: dict[str, type[ctypes.c_int | ctypes.c_int64 | ctypes.c_void_p | ctypes.c_float]] = {
     "i": ctypes.c_int,
     "n": ctypes.c_int64,
     "p": ctypes.c_void_p,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], T]) -> list[T]:
         ValueError: the action raised a ValueError on some rank; every rank raises the same.
         TransportError: the action raised another exception on some rank; every rank raises it.
     """
-    mine: tuple[Any, str | None, bool] = (None, None, False)
+    mine: tuple[object, str | None, bool] = (None, None, False)
     cause: Exception | None = None
     try:
         mine = (action(), None, False)

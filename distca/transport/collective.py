@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ MOST_CTAS = 64
 """Thread blocks that NCCL can be given at most."""
 
 
-def nccl_options(max_ctas: int, timeout: timedelta | None = None) -> Any:
+def nccl_options(max_ctas: int, timeout: timedelta | None = None) -> dist.ProcessGroupNCCL.Options:
     """Returns the options of an NCCL group for exchanges
     (`torch.distributed.ProcessGroupNCCL.Options`).
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distca.transport.channels import CHANNELS, Failure
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
 
 THREADS = 512
 BLOCKS = 8
@@ -54,9 +57,9 @@ class Kernels:
         from cuda.core import ObjectCode
 
         self.code = ObjectCode.from_cubin(cubin.read_bytes())
-        self._kernels: dict[str, Any] = {}
+        self._kernels: dict[str, Kernel] = {}
 
-    def launch(self, name: str, blocks: int, stream: torch.cuda.Stream, *arguments: Any) -> None:
+    def launch(self, name: str, blocks: int, stream: torch.cuda.Stream, *arguments: object) -> None:
         """Launches a kernel. Arguments are addresses as int, or ctypes values."""
         from cuda.core import LaunchConfig, Stream, launch
 
@@ -144,7 +147,7 @@ class DeviceRank:
         stream: torch.cuda.Stream,
         number: int,
         epoch: int,
-        *more: Any,
+        *more: object,
     ) -> None:
         self._kernels.launch(
             name,

@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ _GPU_INITIATED = "NVSHMEM_IB_ENABLE_IBGDA"
 _POLL_SECONDS = 1e-4
 
 
-def _nvshmem() -> tuple[Any, Any]:
+def _nvshmem() -> tuple[ModuleType, ModuleType]:
     """Imports `nvshmem.core` and `nvshmem.bindings`.
 
     Raises:
@@ -126,7 +127,7 @@ class NvshmemTransport(Transport):
             )
         unique_ids = on_all_ranks(group, self._unique_id)
         self._open = False
-        self._linked: Any = None
+        self._linked: object = None
         try:
             on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
             ways = set(on_all_ranks(group, self._load))

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -241,7 +241,7 @@ class _Receiving(Pending):
         self._transport.release(self._number, self._epochs)
 
 
-def _addresses(parts: list[torch.Tensor], offset: int = 0) -> Any:
+def _addresses(parts: list[torch.Tensor], offset: int = 0) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(parts))(*(part.data_ptr() + offset for part in parts))
 
 
@@ -253,7 +253,9 @@ def _end(native: ctypes.CDLL, handle: int, controls: SymmetricMemory, process: i
 
 
 _Argument = Literal["int", "word", "seconds", "pointer"]
-_TYPES: dict[_Argument, Any] = {
+_TYPES: dict[
+    _Argument, type[ctypes.c_int | ctypes.c_uint64 | ctypes.c_double | ctypes.c_void_p]
+] = {
     "int": ctypes.c_int,
     "word": ctypes.c_uint64,
     "seconds": ctypes.c_double,

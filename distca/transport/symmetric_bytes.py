@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -34,7 +34,7 @@ class SymmetricBytes:
         RuntimeError: NVSHMEM cannot allocate so much.
     """
 
-    def __init__(self, bindings: Any, ranks: int, nbytes: int, device: torch.device) -> None:
+    def __init__(self, bindings: ModuleType, ranks: int, nbytes: int, device: torch.device) -> None:
         self._bindings = bindings
         nbytes = max(nbytes, ALIGNMENT)
         self.address = int(bindings.align(ALIGNMENT, nbytes))
