@@ -7,9 +7,14 @@ differ in lightness, so that they are distinct in black and white.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
 
 BLUE = "#0072B2"
 SKY_BLUE = "#56B4E9"
@@ -24,13 +29,13 @@ HIGHLIGHTS = (BLUE, ORANGE, VERMILION, SKY_BLUE, GREEN)
 """Colours of servers that are highlighted among grey ones."""
 
 
-def colour_in_turn(*axes: Any) -> None:
+def colour_in_turn(*axes: Axes) -> None:
     """Lets lines and bars of axes take the colours in turn, each axes from the first on."""
     for each in axes:
         each.set_prop_cycle(color=IN_TURN)
 
 
-def server_colours(count: int, highlighted: Sequence[int]) -> Any:
+def server_colours(count: int, highlighted: Sequence[int]) -> NDArray[np.float64]:
     """Returns the colours of servers, RGBA in float64 `[count, 4]`.
 
     Nobody tells sixteen colours apart. So a few servers have colours of their own, and all others

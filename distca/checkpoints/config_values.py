@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _ABOVE_ZERO = (
     "rope_theta",
@@ -24,7 +27,7 @@ _ABOVE_ZERO = (
 _NOT_BELOW_ZERO = ("rms_norm_eps",)
 
 
-def check_values(config: Any, path: str) -> None:
+def check_values(config: PreTrainedConfig, path: str) -> None:
     """Refuses numbers that make no model: NaN, infinity, and those outside their ranges.
 
     Args:
@@ -53,7 +56,7 @@ def check_values(config: Any, path: str) -> None:
         )
 
 
-def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _numbers(values: dict[str, object]) -> Iterator[tuple[str, float]]:
     """Gives all numbers with their names, also those of rotary embeddings, which may be nested."""
     for name, value in values.items():
         if isinstance(value, dict) and (name.startswith("rope_") or "attention" in name):

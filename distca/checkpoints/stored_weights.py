@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -22,6 +22,16 @@ _DTYPES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
+
+
+Where: TypeAlias = "slice | tuple[slice, ...]"
+"""Which part of a tensor is read."""
+
+
+class Content(Protocol):
+    """Values of a tensor that are read on demand."""
+
+    def __getitem__(self, where: Where, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,10 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    content: Any
+    content: Content
 
-    def __getitem__(self, where: Any) -> torch.Tensor:
-        found: torch.Tensor = self.content[where]
-        return found
+    def __getitem__(self, where: Where) -> torch.Tensor:
+        return self.content[where]
 
 
 @contextmanager

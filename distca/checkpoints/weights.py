@@ -15,17 +15,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from distca.checkpoints.config_values import check_values
 from distca.checkpoints.stored_weights import (
     FLOATING_POINT,
+    Content,
     StoredTensor,
+    Where,
     abbreviated,
     open_tensors,
 )
+
+if TYPE_CHECKING:
+    from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
 
 MULTIMODAL = ("gemma3", "internvl", "llava", "mistral3")
 """Multimodal models, by `model_type`, whose language part was held against transformers' own."""
@@ -135,12 +141,12 @@ class _FiniteContent:
     """
 
     name: str
-    content: Any
+    content: Content
     dtype: torch.dtype
     not_finite: list[str]
 
-    def __getitem__(self, where: Any) -> torch.Tensor:
-        part: torch.Tensor = self.content[where]
+    def __getitem__(self, where: Where) -> torch.Tensor:
+        part = self.content[where]
         if not part.to(self.dtype).isfinite().all():
             self.not_finite.append(self.name)
         return part
@@ -158,8 +164,8 @@ class Checkpoint:
     """
 
     path: str
-    config: Any
-    multimodal: Any = None
+    config: PreTrainedConfig
+    multimodal: PreTrainedConfig | None = None
     trust_remote_code: bool = False
 
     @classmethod
@@ -203,7 +209,9 @@ class Checkpoint:
         text.tie_word_embeddings = config.tie_word_embeddings
         return cls(path, text, config, trust_remote_code)
 
-    def outline(self, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    def outline(
+        self, attention: str | None = None, dtype: torch.dtype = torch.float32
+    ) -> PreTrainedModel:
         """Makes the language model without weights, on the meta device.
 
         Args:
@@ -234,9 +242,9 @@ class Checkpoint:
         self,
         dtype: torch.dtype,
         attention: str | None = None,
-        config: Any = None,
+        config: PreTrainedConfig | None = None,
         cut: Callable[[str, StoredTensor], torch.Tensor] | None = None,
-    ) -> Any:
+    ) -> PreTrainedModel:
         """Checks and reads the weights; returns the language model, on the CPU.
 
         Args:
@@ -260,7 +268,7 @@ class Checkpoint:
                 name: replace(each, content=_FiniteContent(name, each.content, dtype, not_finite))
                 for name, each in tensors.items()
             }
-            weights: dict[str, Any] = dict(checked)
+            weights: dict[str, StoredTensor | torch.Tensor] = {**checked}
             if cut is not None:
                 weights = {name: cut(name, each).to(dtype) for name, each in checked.items()}
             try:
@@ -290,7 +298,9 @@ class Checkpoint:
             raise self._refused([f"{len(names)} cannot be loaded: {abbreviated(sorted(names))}"])
         return model
 
-    def _outline(self, kind: Any, config: Any, **named: Any) -> Any:
+    def _outline(
+        self, kind: type[AutoModel], config: PreTrainedConfig, **named: object
+    ) -> PreTrainedModel:
         try:
             with torch.device("meta"):
                 return kind.from_config(
@@ -310,7 +320,9 @@ class Checkpoint:
         )
 
     @contextmanager
-    def _opened(self, outline: Any) -> Iterator[tuple[dict[str, StoredTensor], tuple[str, ...]]]:
+    def _opened(
+        self, outline: PreTrainedModel
+    ) -> Iterator[tuple[dict[str, StoredTensor], tuple[str, ...]]]:
         """Opens the tensors of the language model, by names that its class reads, and checks them.
 
         Args:
@@ -335,7 +347,7 @@ class Checkpoint:
             yield {names[each.name]: stored[each.name] for each in sources}, left_out
 
     def _language_names(
-        self, outline: Any, stored: Sequence[str]
+        self, outline: PreTrainedModel, stored: Sequence[str]
     ) -> tuple[dict[str, str], tuple[str, ...]]:
         """Maps names of a multimodal checkpoint to those of its language model.
 
@@ -372,7 +384,7 @@ class Checkpoint:
         return names, tuple(sorted(left_out))
 
 
-def _renaming(model: Any, converts: bool) -> Callable[[str], tuple[str, str | None]]:
+def _renaming(model: PreTrainedModel, converts: bool) -> Callable[[str], tuple[str, str | None]]:
     """Returns transformers' mapping of names of checkpoints to names of a model's parameters.
 
     Args:
@@ -410,11 +422,11 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _path_of(model: Any, module: Any) -> str:
+def _path_of(model: torch.nn.Module, module: torch.nn.Module) -> str:
     return next(name for name, each in model.named_modules() if each is module)
 
 
-def _parts_beside(model: Any, paths: Sequence[str]) -> list[str]:
+def _parts_beside(model: torch.nn.Module, paths: Sequence[str]) -> list[str]:
     """Returns the paths of a model's modules that are neither inside nor ancestors of `paths`."""
     around = {""}
     for path in paths:
@@ -428,7 +440,7 @@ def _parts_beside(model: Any, paths: Sequence[str]) -> list[str]:
     return [path for path in children if path not in around and path not in paths]
 
 
-def _computed_buffers(model: Any) -> re.Pattern[str]:
+def _computed_buffers(model: torch.nn.Module) -> re.Pattern[str]:
     """Returns a pattern of buffers that models compute, and that old checkpoints have."""
     names = {name.split(".", 1)[-1] for name, _ in model.named_buffers()}
     # Layers had them before the model had one for all.

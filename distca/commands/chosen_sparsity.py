@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distca.commands.described import Group, flag_of
 from distca.cost.kernel_time import CostModel
@@ -15,6 +15,10 @@ from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_
 from distca.schedule.serving.csps.configure import Configuration, Configurator, Partitions
 from distca.simulate.serving import InferenceCosts
 from distca.simulate.serving.sparse import SparseLatency
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
+
 
 _BOUNDS = ("max_degradation", "max_recall_loss", "max_ttft")
 _SHOWN = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -54,7 +58,7 @@ def add_calibration_flags(group: Group) -> None:
 
 def chosen_sparsity(
     args: argparse.Namespace,
-    model: Any,
+    model: ServedModel,
     tokens: int | None,
     levels: Levels,
     partitions: Partitions | None,
@@ -168,7 +172,7 @@ def format_choices(found: Sequence[tuple[float, Configuration]], title: str) -> 
 _COLUMNS = ("keys kept", "nats", "needles lost", "ms", "over dense", "partitions")
 
 
-def choices_as_json(found: Sequence[tuple[float, Configuration]]) -> list[dict[str, Any]]:
+def choices_as_json(found: Sequence[tuple[float, Configuration]]) -> list[dict[str, object]]:
     """Returns the figures of choices."""
     return [
         {

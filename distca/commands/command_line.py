@@ -7,7 +7,10 @@ import difflib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -124,11 +127,11 @@ def check_picture(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path}: the suffix must be one of {', '.join(written)}")
 
 
-def make_figure(**how: Any) -> Any:
-    """Makes a figure of matplotlib.
+def make_figure(figsize: tuple[float, float] | None = None) -> Figure:
+    """Makes a figure of matplotlib, whose parts leave each other room.
 
     Args:
-        how: arguments of the figure.
+        figsize: width and height in inches; None: matplotlib's.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -137,4 +140,4 @@ def make_figure(**how: Any) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
-    return Figure(**how)
+    return Figure(figsize, layout="constrained")

@@ -6,29 +6,37 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from distca.commands.described import RUNAHEAD, Group
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
+
 
 AUTO: Literal["auto"] = "auto"
 
 Size = int | Literal["auto"]
 
 
-def add_ranks_flag(group: Group, of_what: str, **how: Any) -> None:
+def add_ranks_flag(
+    group: Group, of_what: str, default: Size | None = None, required: bool = False
+) -> None:
     """Adds the flag.
 
     Args:
         group: group of the flag.
         of_what: whose keys and values auto goes by.
-        how: its default, or that it is required.
+        default: number of ranks if the flag is not given.
+        required: whether it must be given.
     """
     group.add_argument(
         "--context-parallel-size",
         type=_size,
         metavar="N",
         help=f"Ranks that answer; auto: as few as have room for the keys and values of {of_what}.",
-        **how,
+        default=default,
+        required=required,
     )
 
 
@@ -41,7 +49,7 @@ def _size(given: str) -> Size:
         raise argparse.ArgumentTypeError(f"{given!r}: give a number, or {AUTO}") from None
 
 
-def ranks_for_prompts(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> int:
+def ranks_for_prompts(args: argparse.Namespace, model: ServedModel, lengths: Sequence[int]) -> int:
     """As few ranks of this machine as have room for the longest prompt and its answer.
 
     Args:
@@ -70,7 +78,9 @@ def ranks_for_prompts(args: argparse.Namespace, model: Any, lengths: Sequence[in
     return ranks_needed(model, longest, args.max_tokens, size, nbytes)
 
 
-def ranks_for_positions(args: argparse.Namespace, model: Any, cache_bytes: int | None) -> int:
+def ranks_for_positions(
+    args: argparse.Namespace, model: ServedModel, cache_bytes: int | None
+) -> int:
     """As few ranks as have room for the longest sequence that a server takes, as many on each
     machine.
 

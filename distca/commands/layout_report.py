@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from distca.commands.command_line import make_figure
 from distca.commands.simulate_report import charged_line
@@ -52,7 +51,7 @@ def format_layouts(split: SplitModel, tokens: int, title: str, links: Links) -> 
     return "\n".join(lines)
 
 
-def layouts_as_json(split: SplitModel, tokens: int, layout: Layout) -> dict[str, Any]:
+def layouts_as_json(split: SplitModel, tokens: int, layout: Layout) -> dict[str, object]:
     """Returns the bytes of a layer by phase."""
     return {
         "strategy": layout,
@@ -89,7 +88,7 @@ def plot_layouts(split: SplitModel, tokens: int, title: str, path: Path) -> None
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = make_figure(figsize=(7, 4), layout="constrained")
+    figure = make_figure(figsize=(7, 4))
     axes = figure.subplots()
     colour_in_turn(axes)
     found = layer_bytes(split, tokens)

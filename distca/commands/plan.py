@@ -370,7 +370,7 @@ def _show(
     config: ScheduleConfig,
     summary: PlanSummary,
     seconds: dict[str, float],
-    made_for: dict[str, Any],
+    made_for: dict[str, object],
     model: ModelSize | None = None,
 ) -> None:
     """Prints the figures of one plan, and writes its files.

@@ -128,7 +128,7 @@ def saved_config(
         raise ValueError(f"{args.load}: its configuration cannot be read ({error})") from error
 
 
-def to_json(config: ScheduleConfig) -> dict[str, Any]:
+def to_json(config: ScheduleConfig) -> dict[str, object]:
     """JSON values that are saved with a plan."""
     return {
         "tolerance": config.tolerance,

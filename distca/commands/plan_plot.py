@@ -59,7 +59,7 @@ def plot_plan(plan: Plan, config: ScheduleConfig, path: Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: the suffix is no format that matplotlib can write.
     """
-    figure = make_figure(figsize=(12, 9), layout="constrained")
+    figure = make_figure(figsize=(12, 9))
     grid = figure.add_gridspec(3, 1, height_ratios=[3, 1, 1])
     highlighted = busiest_servers(plan)
     above = figure.add_subplot(grid[0])

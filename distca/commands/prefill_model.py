@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distca.commands.command_line import Parser
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
 
 
 def add_model_flags(parser: Parser) -> None:
@@ -32,7 +35,7 @@ def add_model_flags(parser: Parser) -> None:
     )
 
 
-def read_prefill_model(args: argparse.Namespace) -> tuple[Any, str]:
+def read_prefill_model(args: argparse.Namespace) -> tuple[ServedModel, str]:
     """Reads the model; returns it, and a sentence that says whose code computes it.
 
     Raises:
@@ -56,7 +59,7 @@ def read_prefill_model(args: argparse.Namespace) -> tuple[Any, str]:
         raise ValueError(f"{why}; and by transformers' code: {error}") from error
 
 
-def _of_vllm(args: argparse.Namespace) -> tuple[Any, str]:
+def _of_vllm(args: argparse.Namespace) -> tuple[ServedModel, str]:
     """Reads the model by vLLM."""
     from distca.inference.models import DTYPES
 
@@ -71,7 +74,7 @@ def _of_vllm(args: argparse.Namespace) -> tuple[Any, str]:
     return model, f"vLLM's {model.class_name} computes the layers"
 
 
-def _of_transformers(args: argparse.Namespace) -> Any:
+def _of_transformers(args: argparse.Namespace) -> ServedModel:
     """Reads the model by transformers."""
     from distca.inference.models import DTYPES, read_model
 

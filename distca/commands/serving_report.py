@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -84,7 +83,7 @@ def format_plan(stepped: SteppedPlan, steps: Sequence[StepSummary], kind: str) -
 
 def as_json(
     found: Mapping[str, Outcome], strategy: str, choices: Mapping[str, str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns all figures of simulated strategies."""
     return {
         "strategy": strategy,
@@ -151,7 +150,7 @@ def plot_steps(stepped: SteppedPlan, shape: AttentionShape, path: Path) -> None:
         ImportError: matplotlib is not installed.
     """
     plan, shown = stepped.plan, min(stepped.steps, _MOST_DRAWN)
-    figure = make_figure(figsize=(4 * shown + 1, 7), layout="constrained")
+    figure = make_figure(figsize=(4 * shown + 1, 7))
     axes = figure.subplots(2, shown, squeeze=False, sharey="row", height_ratios=[3, 1])
     ranks, moved = np.arange(plan.world_size), step_bytes(stepped, shape)
     highlighted = busiest_servers(plan)

@@ -347,7 +347,7 @@ def _plot(
     limit: float,
     bears: dict[str, float],
 ) -> None:
-    figure = make_figure(figsize=(7, 4.5), layout="constrained")
+    figure = make_figure(figsize=(7, 4.5))
     axes = figure.subplots()
     colour_in_turn(axes)
     loads = np.linspace(0.1, 1.2, 9) * max(bears.values())

@@ -126,7 +126,7 @@ def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> N
         ImportError: matplotlib is not installed.
         ValueError: the suffix is no format that matplotlib can write.
     """
-    figure = make_figure(figsize=(11, 0.7 * len(choices) + 2.5), layout="constrained")
+    figure = make_figure(figsize=(11, 0.7 * len(choices) + 2.5))
     speed, memory = figure.subplots(1, 2, sharey=True)
     names = [TITLES[choice.system] for choice in choices]
     # Bars are light enough for black text on them.

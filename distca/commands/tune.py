@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +26,10 @@ from distca.schedule.serving.partitions import (
     load_partitions,
     search_partition,
 )
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
+
 
 _EPILOG = """
 example:
@@ -157,7 +161,7 @@ Described = Callable[[int], tuple[float, float, str]]
 
 def _search_simulated(
     args: argparse.Namespace,
-    model: Any,
+    model: ServedModel,
     lengths: Sequence[int],
     found: dict[int, Shares],
     save: Callable[[], None],
@@ -188,7 +192,7 @@ def _search_simulated(
 
 def _search_measured(
     args: argparse.Namespace,
-    model: Any,
+    model: ServedModel,
     lengths: Sequence[int],
     found: dict[int, Shares],
     trials: dict[int, dict[Parts, float]],
@@ -220,7 +224,7 @@ def _search_measured(
         model,
         ranks,
         block_size=size,
-        # Any rank may have all tokens.
+        # Each rank may have all tokens.
         cache_bytes=bytes_needed(model, [longest], 1, 1, size),
         max_num_batched_tokens=max(longest, 2048),
     )

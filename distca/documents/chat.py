@@ -106,7 +106,7 @@ class ChatTokenizer:
         except ImportError as error:
             raise ImportError("SFTTokenizer needs `pip install transformers`") from error
         try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # The library raises nothing narrower.
             raise ValueError(f"--tokenizer-model {folder} cannot be read: {error}") from error
         self.vocab_size: int = len(self._tokenizer)

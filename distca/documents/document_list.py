@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from distca.plan.span import Floats, Int64s
 
@@ -134,7 +135,7 @@ class ListedDocuments(TokenSource):
     def place(self, document: int) -> str:
         return f"document {document} of {self._name}"
 
-    def _column(self, method: str, values: Any, document: int) -> np.ndarray:
+    def _column(self, method: str, values: ArrayLike, document: int) -> np.ndarray:
         """Returns what a method gave for a document, which must be a value for each token."""
         column, length = np.asarray(values), int(self._lengths[document])
         if column.shape != (length,):

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +134,7 @@ def format_line(line: Line) -> str:
     return text + (f"{'':8} {'':{width}} {'':8}  {line.cure}\n" if line.cure else "")
 
 
-def _object(lines: Sequence[Line], names: Sequence[str]) -> dict[str, Any]:
+def _object(lines: Sequence[Line], names: Sequence[str]) -> dict[str, object]:
     """Returns the report as JSON has it."""
     failed = lines[-1] if lines[-1].state == "failed" else None
     return {

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ FAST_TFLOPS = 10.0
 """Rate of matrix products from which a device is a GPU that computes by itself."""
 
 REPORT = "send us what `distca verify --json` prints"
+
+_Gathered = TypeVar("_Gathered")
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ class Context:
             size *= 2
         return size
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, mine: _Gathered) -> list[_Gathered]:
         """Gathers an object of each rank. Collective."""
-        everyone: list[Any] = [None] * self.size
+        everyone = [mine] * self.size
         dist.all_gather_object(everyone, mine, group=self.control)
         return everyone
 
