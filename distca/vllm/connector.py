@@ -32,9 +32,11 @@ from distca.vllm.stats import PrefillMetrics, PrefillStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.distca")
@@ -119,14 +121,14 @@ class DistCAConnector(KVConnectorBase_V1):
         assert self._asks is not None
         return self._asks.take(idle=not scheduler_output.total_num_scheduled_tokens)
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in which loads have ended."""
         assert self._asks is not None
         self._asks.ended(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """Takes in that a request has ended. Nothing reads its blocks."""
         assert self._asks is not None
         self._asks.forget(request.request_id)
@@ -157,7 +159,7 @@ class DistCAConnector(KVConnectorBase_V1):
         assert self._loads is not None
         self._loads.connect(kv_caches)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Begins the loads of a step."""
         assert self._loads is not None
         metadata = self._get_connector_metadata()
@@ -178,7 +180,7 @@ class DistCAConnector(KVConnectorBase_V1):
         """Does nothing: requests run once all of their layers are loaded."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
     ) -> None:
         """Does nothing: no keys and values leave vLLM."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 PROVED = (
     "LlamaForCausalLM",
@@ -25,7 +28,7 @@ PROVED = (
 `docs/vllm.md`."""
 
 
-def check_model(model: Any) -> None:
+def check_model(model: ModelConfig) -> None:
     """Refuses models that the ranks cannot compute, by vLLM's configuration of the model alone.
 
     Args:
@@ -50,7 +53,7 @@ def check_model(model: Any) -> None:
         raise _refused(model, f"is a {model.architectures[0]}, for which vLLM has no class")
 
 
-def check_layers(model: Any, made: Any, layers: Mapping[int, Any]) -> None:
+def check_layers(model: ModelConfig, made: object, layers: Mapping[int, Attention]) -> None:
     """Refuses models that have layers which the ranks cannot compute.
 
     Args:
@@ -83,21 +86,21 @@ def check_layers(model: Any, made: Any, layers: Mapping[int, Any]) -> None:
         )
 
 
-def attention_layers(context: Mapping[str, Any]) -> dict[str, Any]:
+def attention_layers(context: Mapping[str, object]) -> dict[str, Attention]:
     """Returns the attention layers among what vLLM knows by name."""
     return {name: each for name, each in context.items() if isinstance(each, AttentionLayerBase)}
 
 
-def softcap(layer: Any) -> float | None:
+def softcap(layer: Attention) -> float | None:
     """Bound of a layer's scores; None: there is none."""
     return float(getattr(layer.impl, "logits_soft_cap", None) or 0) or None
 
 
-def _refused(model: Any, what: str) -> ValueError:
+def _refused(model: ModelConfig, what: str) -> ValueError:
     return ValueError(f"{model.model} {what}, which prefill ranks do not compute")
 
 
-def _uncovered(layer: Any) -> str | None:
+def _uncovered(layer: Attention) -> str | None:
     """What a layer has that the ranks do not compute; None: nothing."""
     impl = layer.impl
     if isinstance(layer, MLAAttention):

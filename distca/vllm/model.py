@@ -19,6 +19,7 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import extract_layer_index
@@ -167,13 +168,13 @@ def _line(error: Exception) -> str:
     return " ".join(text.removeprefix("Value error, ").split()) or type(error).__name__
 
 
-def _layers(config: VllmConfig) -> dict[int, Any]:
+def _layers(config: VllmConfig) -> dict[int, Attention]:
     """Attention layers of a model by their numbers."""
     found = attention_layers(config.compilation_config.static_forward_context)
     return {extract_layer_index(name): layer for name, layer in found.items()}
 
 
-def _window(layer: Any) -> int | None:
+def _window(layer: Attention) -> int | None:
     """Earlier tokens that a layer's queries see; vLLM counts the query's own, too."""
     window = layer.sliding_window
     return None if window is None else int(window) - 1
@@ -244,7 +245,7 @@ class _Runnable:
     def _attend(
         self,
         number: int,
-        layer: Any,
+        layer: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

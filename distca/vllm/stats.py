@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -13,6 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from distca.prefill.client import Outcome
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _COUNTS = ("declined", "asked", "ended")
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
@@ -111,8 +114,8 @@ class PrefillMetrics(KVConnectorPromMetrics):
 
     def __init__(
         self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
