@@ -430,6 +430,11 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
         validate_stepped_plan(stepped)
         assert stepped.plan.cached_prefix.tolist() == [0, 13, 0]
         assert int(stepped.plan.own_tokens_per_rank().sum()) == 42
+    # A rank that only has earlier keys takes part: it sends them, or computes on them.
+    ranks = np.array([2, 2, 0, 0])
+    earlier = plan_iteration([BatchEntry(0, 8, 8, ranks)], masks[:1], SIZE, 3, strategy)
+    assert earlier.members == {0, 2}
+    assert earlier.new_tokens.tolist() == [8, 0, 0]
     alone = plan_iteration(parts[4:], masks, SIZE, 3, strategy)
     assert alone.members == {2}
     decode = plan_iteration(parts[3:4], masks[:1], SIZE, 3, strategy)

@@ -119,6 +119,19 @@ def test_no_rank_is_a_hot_sender() -> None:
     assert len(of_steps) == 7
 
 
+def test_all_that_a_rank_holds_counts_for_its_shares() -> None:
+    """Wherever in the sequence it lies: 200 of 232 rows are three shares, which end in step 3."""
+    start, end = np.array([0, 8, 24, 136, 152]), np.array([8, 24, 136, 152, 232])
+    owners = np.array([0, 1, 0, 2, 0])
+    held = Placement(np.zeros(5, dtype=np.int64), start, end, owners, 3)
+    new = shard_evenly(np.array([232]), np.array([280]), 3)
+    stepped = step_plan(held, new, "pass-kv", Mask(), block=8, in_steps=True)
+    sent = [each.kv.moved_per_rank(3)[0] for each in stepped.step_segments]
+    assert len(sent) == 4
+    # No rank sends all that the first holds at once.
+    assert 72 <= max(each.max() for each in sent) <= 120
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_plans_are_as_small_whatever_the_stripes_of_decoding(strategy: Strategy) -> None:
     """A rank's keys are one piece to all new queries, and go round the ring as one."""

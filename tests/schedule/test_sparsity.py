@@ -37,6 +37,8 @@ def test_far_levels_keep_half_as_much_each() -> None:
     assert sparsity.keys[1] == sparsity.keys[2] == ((1.0, 0.8, 0.4, 0.2),) * 2
     assert [sparsity.drops_in(layer) for layer in range(4)] == [False, True, True, False]
     assert sparsity.queries == Sparsity.nothing_dropped(4, 2).queries
+    one = Sparsity.nothing_dropped(layers=1, kv_heads=3, levels=2)
+    assert (one.layers, one.kv_heads, one.levels, one.drops) == (1, 3, 2, False)
     # The formula itself drops half of level 2 at p = 0.
     assert Sparsity.of_drop_ratio(0.0, 4, 2) == Sparsity.nothing_dropped(4, 2)
     for layers in (1, 2):

@@ -1,0 +1,45 @@
+"""Blocks that sequences share: who finds them, and how long they are kept."""
+
+from __future__ import annotations
+
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.prefix_cache import PrefixCache
+
+
+def test_without_the_cache_those_alone_find_blocks_that_wait_for_them() -> None:
+    cache = PrefixCache(BlockPool(2, 3, 4), enabled=False)
+    block = cache.take(1)
+    cache.keep(block, b"first", waited=True)
+    assert cache.find([b"first"]) == []
+    assert cache.find([b"first", b"second"], waited=True) == [block]
+    cache.release([block])
+    cache.release([block])
+    assert (cache.free(1), cache.cached(1), cache.referenced(1)) == (2, 1, 0)
+    cache.let_go([b"first"])
+    assert (cache.free(1), cache.cached(1), cache.referenced(1)) == (3, 0, 0)
+
+
+def test_a_block_whose_like_is_kept_is_given_back() -> None:
+    """Also one that is kept by another digest already."""
+    cache = PrefixCache(BlockPool(1, 3, 4))
+    first, second = cache.take(0), cache.take(0)
+    for block, digest in ((first, b"one"), (second, b"one"), (first, b"two")):
+        cache.keep(block, digest)
+    cache.release([first, second])
+    assert (cache.free(0), cache.cached(0)) == (2, 1)
+    assert cache.find([b"two"]) == []
+    assert cache.find([b"one"]) == [first]
+
+
+def test_a_block_that_moves_is_found_where_it_is() -> None:
+    cache = PrefixCache(BlockPool(2, 3, 4))
+    block = cache.take(0)
+    cache.keep(block, b"one")
+    to = cache.relocate(block, 1)
+    assert (to.rank, cache.free(0)) == (1, 3)
+    cache.release([to])
+    assert cache.find([b"one"]) == [to]
+    # One that nobody can find stays so.
+    other = cache.take(0)
+    assert cache.relocate(other, 1).rank == 1
+    assert cache.find([b"one", b"two"]) == [to]
