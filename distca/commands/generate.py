@@ -15,6 +15,7 @@ from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
 from distca.commands.engine_flags import add_block_size_flag, add_machine_flags
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
+from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_chain import tell_of_lengths
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_layouts import served_split
@@ -65,6 +66,7 @@ def build_parser() -> Parser:
     add_sparsity_flags(how)
     add_calibration_flags(how)
     add_machine_flags(how)
+    add_group_flags(how)
     how.add_argument(
         "--cp-kv-cache-interleave-size",
         type=int,
@@ -187,6 +189,7 @@ def main(argv: Sequence[str]) -> int:
         ranks,
         strategy=strategy if split is None else STRATEGIES[0],
         chain=chain,
+        growing=served_groups(args, model),
         split=split,
         block_size=size,
         stripe=args.cp_kv_cache_interleave_size,

@@ -15,6 +15,7 @@ from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
 from distca.commands.engine_flags import add_machine_flags, add_pool_flags
 from distca.commands.prefill_model import add_model_flags, read_prefill_model
+from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import add_sparsity_flags
@@ -84,6 +85,7 @@ def build_parser() -> Parser:
     add_sparsity_flags(ranks)
     add_calibration_flags(ranks)
     add_machine_flags(ranks)
+    add_group_flags(ranks)
     engine = parser.add_argument_group("engine")
     add_dtype_flag(engine)
     add_pool_flags(engine)
@@ -186,6 +188,7 @@ def _configuration(args: argparse.Namespace) -> tuple[Any, str, Any]:
         args.context_parallel_size,
         strategy=strategy,
         chain=served_owners(args, model, strategy),
+        growing=served_groups(args, model),
         block_size=size,
         cache_bytes=cache_bytes,
         max_num_seqs=args.max_num_seqs,

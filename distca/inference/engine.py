@@ -26,6 +26,7 @@ from distca.inference.messages import (
 )
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.iteration import BatchEntry
 from distca.schedule.serving.limits import is_long
 from distca.schedule.serving.partitions import Chain
@@ -108,13 +109,16 @@ class Engine:
         """Whether an iteration is under way."""
         return self._batch is not None
 
-    def add(self, request: AddRequest, chain: Chain | None = None) -> None:
+    def add(
+        self, request: AddRequest, chain: Chain | None = None, group: Ranks | None = None
+    ) -> None:
         """Adds a request.
 
         Args:
             request: request with a number that no other has. One of no `max_tokens` is computed and
                 held for others that read its keys and values, until `abort`.
             chain: chain that shares out the prompt; None: as the configuration says.
+            group: ranks that compute all of the prompt, where groups grow; None: they are planned.
 
         Raises:
             ValueError: its keys and values could never be held.
@@ -131,6 +135,8 @@ class Engine:
             chain,
             request.priority,
             request.salt,
+            request.arrived,
+            group,
         )
         self._requests[request.number] = request
         self._tokens[request.number] = list(request.tokens)

@@ -29,6 +29,7 @@ from distca.inference.pool_size import check_stripe
 from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 from distca.runtime import Trace
+from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.layouts import SplitModel
@@ -281,13 +282,29 @@ class LLM:
             CPU seconds of this process, and seconds until it has ended.
         """
         tokens = sum(parts)
-        chain = Chain(len(parts), tuple(part / tokens for part in parts))
+        return self._timed(tokens, Chain(len(parts), tuple(part / tokens for part in parts)), None)
+
+    def time_group(self, ranks: int, tokens: int) -> float:
+        """Feeds a prompt of any tokens to the first ranks, and forgets it. Collective.
+
+        Args:
+            ranks: number of ranks.
+            tokens: tokens of the prompt.
+
+        Returns:
+            Seconds until it has ended.
+        """
+        assert self._config.limits.growing is not None, "groups grow"
+        return self._timed(tokens, None, frozenset(range(ranks)))[1]
+
+    def _timed(self, tokens: int, chain: Chain | None, group: Ranks | None) -> tuple[float, float]:
+        """Feeds a prompt, and forgets it; returns CPU seconds of this process, and seconds."""
         self._engine.cache.reset()
         if self._several:
             dist.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         request = AddRequest(0, 0, [n % 2 for n in range(tokens)], SamplingParams(1))
-        self._engine.add(request, chain)
+        self._engine.add(request, chain, group)
         outputs: list[Output] = []
         while not outputs:
             outputs = self._step({0: Completion()})

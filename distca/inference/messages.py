@@ -27,6 +27,7 @@ class AddRequest(Message, frozen=True):
         scored: whether log-probabilities of the prompt's tokens are told as well.
         priority: sequences of a lower number run before those of a higher one.
         salt: what else keys and values depend on: only sequences of the same salt share blocks.
+        arrived: time of the arrival in seconds, which never goes back.
     """
 
     number: int
@@ -39,6 +40,7 @@ class AddRequest(Message, frozen=True):
     scored: bool = False
     priority: int = 0
     salt: bytes = b""
+    arrived: float = 0.0
 
 
 class Output(Message, frozen=True):

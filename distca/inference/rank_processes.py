@@ -111,6 +111,19 @@ class RankProcesses:
         found = self._collect(lambda *_: None)
         return max(cpu for cpu, _ in found), max(seconds for _, seconds in found)
 
+    def time_group(self, ranks: int, tokens: int) -> float:
+        """Feeds a prompt to the first ranks, as `LLM.time_group` does.
+
+        Args:
+            ranks: number of ranks.
+            tokens: tokens of the prompt.
+
+        Returns:
+            Seconds until the last one has ended.
+        """
+        self._send(("time group", (ranks, tokens)))
+        return max(self._collect(lambda *_: None))
+
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes that all ranks have sent so far: by the plans, and as transports counted them."""
         self._send(("bytes moved", None))
@@ -224,6 +237,8 @@ def _serve(config: EngineConfig, records: bool, rank: int, store: str, pipe: Con
                     pipe.send(("answers", answers if rank == 0 else None))
             elif name == "time prefill":
                 pipe.send(("seconds", llm.time_prefill(value)))
+            elif name == "time group":
+                pipe.send(("seconds", llm.time_group(*value)))
             elif name == "timeline":
                 pipe.send(("timeline", (_name(config, rank), trace.take(rank))))
             else:

@@ -226,6 +226,7 @@ class PrefillRank:
                     SamplingParams(max_tokens=0),
                     priority=prefill.priority,
                     salt=prefill.salt,
+                    arrived=self._now,
                 )
             )
         except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.cdsp import Search
+from distca.schedule.serving.cdsp import ImprovementRates, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.prefix_cache import PrefixCache, extend_digests
@@ -62,6 +62,21 @@ def test_no_block_is_lost_or_mixed_up(
         moved += walk.moves
         assert growing or (walk.moves > 0) == (servers > 0)
     assert moved or not growing
+
+
+def test_groups_are_smaller_where_many_prompts_arrive() -> None:
+    """By a table of improvement rates: here one that leaves groups one rank from 1 a second on."""
+    rates = ImprovementRates({0.0: 0.0, 1.0: (0.0, 1)})
+    growing = GrowingGroups(Search(TIMES, smallest_chunk=SIZE), rates=rates)
+    for each_second, most in ((1, 2), (100, 1)):
+        cache = PrefixCache(BlockPool(2, 100, SIZE), enabled=False)
+        scheduler = Scheduler(cache, SchedulerConfig(1, 400, SIZE, 9, growing=growing), b"model")
+        for number in range(each_second):
+            scheduler.add(number, [number] * 40, 1, arrived=7.0 + number / each_second)
+        begun = scheduler.schedule()
+        assert begun is not None
+        (feed,) = begun.feeds
+        assert len({block.rank for block in feed.new_blocks}) == most, each_second
 
 
 def test_a_prompt_begins_on_ranks_that_are_free_and_goes_on_with_more() -> None:

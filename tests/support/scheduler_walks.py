@@ -26,7 +26,12 @@ class AnyGroups(GrowingGroups):
     """Any chunks on any nested groups, of any number of ranks."""
 
     def plan(
-        self, queued: Sequence[float], tokens: int, cached: int, holders: Ranks
+        self,
+        queued: Sequence[float],
+        tokens: int,
+        cached: int,
+        holders: Ranks,
+        growth: tuple[float, float] | None = None,
     ) -> PrefillPlan:
         chance = random.Random(f"{queued} {tokens} {cached} {sorted(holders)}")
         if chance.random() < 0.3:

@@ -27,6 +27,14 @@ class GroupGiver:
 
     def __init__(self, cache: PrefixCache, ranks: int, limits: SchedulerConfig) -> None:
         self._cache, self._ranks, self._limits = cache, ranks, limits
+        self._load = None if limits.growing is None else limits.growing.load()
+        self._now = 0.0
+
+    def arrived(self, now: float) -> None:
+        """Notes that a sequence has arrived, at a time in seconds that never goes back."""
+        self._now = now
+        if self._load is not None:
+            self._load.arrived(now)
 
     def give(self, each: Request, running: Sequence[Request]) -> None:
         """Gives a long sequence its chunks, if groups grow; the blocks that it has may go.
@@ -41,7 +49,11 @@ class GroupGiver:
         # Ranks without weights are in no group.
         holders = frozenset(block.rank for block in each.blocks if block.rank < self._ranks)
         left = len(each.tokens) - each.computed
-        plan = growing.plan(self._queued(running), left, each.computed, holders)
+        if each.group is not None:
+            each.pieces = (Piece(each.computed, len(each.tokens), each.group),)
+            return
+        growth = None if self._load is None else self._load.growth(self._now)
+        plan = growing.plan(self._queued(running), left, each.computed, holders, growth)
         if plan is None:
             each.pieces = (Piece(each.computed, len(each.tokens), holders),)
             return

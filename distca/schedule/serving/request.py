@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.prefill_blocks import Piece
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block
@@ -64,6 +65,7 @@ class Request:
         prefix: prompt that others computed for it; None: there is none.
         block_size: tokens of a block.
         chain: chain that shares out the prompt; None: that of all sequences.
+        group: ranks that compute all of the prompt, where groups grow; None: they are planned.
         settled: full blocks of which it is known whether they move.
         evened_out: whether its blocks have been moved so that ranks hold equal shares.
         pieces: chunks of a prompt that has ranks of its own, with these ranks.
@@ -87,6 +89,7 @@ class Request:
     prefix: SharedPrompt | None = None
     block_size: int = 1
     chain: Chain | None = None
+    group: Ranks | None = None
     settled: int = 0
     evened_out: bool = False
     pieces: Sequence[Piece] = ()

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from distca.schedule.serving.block_owners import BlockOwners
+from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.growing_groups import GroupGiver, grown, remaining
 from distca.schedule.serving.limits import SchedulerConfig, is_long
 from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
@@ -107,6 +108,8 @@ class Scheduler:
         chain: Chain | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        arrived: float = 0.0,
+        group: Ranks | None = None,
     ) -> None:
         """Adds a sequence.
 
@@ -125,6 +128,8 @@ class Scheduler:
             priority: sequences of a lower number are admitted before those of a higher one.
             salt: what else the keys and values depend on; only sequences of the same salt share
                 blocks.
+            arrived: time of the arrival in seconds, which never goes back.
+            group: ranks that compute all of the prompt, where groups grow; None: they are planned.
 
         Raises:
             ValueError: its keys and values could never be held.
@@ -146,8 +151,9 @@ class Scheduler:
         prompt = list(tokens)
         fewest = len(prompt) + fewest_new
         each = Request(number, prompt, len(prompt), most, stops, fewest, scored=scored)
-        each.block_size, each.chain = self._block_size, chain
+        each.block_size, each.chain, each.group = self._block_size, chain, group
         each.priority, each.salt = priority, salt
+        self._groups.arrived(arrived)
         if leader is None:
             self._wait(each)
         else:

@@ -1,0 +1,112 @@
+"""Which ranks share a prompt, for commands that run prefills: all, or groups that grow (Tetris)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distca.commands.described import Group
+from distca.schedule.serving.cdsp import ImprovementRates, PrefillModel, Search
+from distca.schedule.serving.cdsp.growing import GrowingGroups
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
+
+ALL = "all"
+"""Value of `--rank-groups` by which all ranks share each prompt."""
+
+_STRATEGIES = ("pass-kv", "pass-q", "auto")
+"""Values of `--prefill-strategy` that share a prompt among any ranks."""
+
+
+def add_group_flags(group: Group) -> None:
+    """Adds the flags of `served_groups`."""
+    group.add_argument(
+        "--rank-groups",
+        default=ALL,
+        metavar="NAME",
+        help="Which ranks share a prompt. all: every rank. cdsp: chunks of the prompt get groups "
+        "of ranks that grow from chunk to chunk, as measured times and the prompts that run say. "
+        "single-chunk: one such group for all of the prompt. greedy: the group that is done "
+        "first, however many ranks it has. fixed-N: groups of N ranks. Default: all.",
+    )
+    group.add_argument(
+        "--prefill-times",
+        type=Path,
+        metavar="FILE",
+        help="Seconds of prefills on groups of ranks, which `distca tune groups` measured. "
+        "--rank-groups needs them.",
+    )
+    group.add_argument(
+        "--improvement-rates",
+        type=Path,
+        metavar="FILE",
+        help="JSON object of improvement rates by arrivals a second: the part of the time that a "
+        "larger group must save. [rate, ranks] bounds groups, too. Default: any improvement is "
+        "enough.",
+    )
+    group.add_argument(
+        "--smallest-chunk",
+        type=int,
+        default=128,
+        metavar="N",
+        help="Fewest tokens of a chunk with ranks of its own, before the last one. Default: 128.",
+    )
+
+
+def served_groups(args: argparse.Namespace, model: ServedModel) -> GrowingGroups | None:
+    """Returns how prompts get ranks of their own; None: all ranks share each prompt.
+
+    Args:
+        args: flags of `add_group_flags`, and those of the ranks and the strategy.
+        model: model that computes.
+
+    Raises:
+        ValueError: the flags contradict each other, or the times are of another model or machine.
+    """
+    from distca.inference.machine import hardware
+    from distca.torchrun import read_torchrun
+
+    if args.rank_groups == ALL:
+        for flag, value in (
+            ("--prefill-times", args.prefill_times),
+            ("--improvement-rates", args.improvement_rates),
+        ):
+            if value is not None:
+                raise ValueError(f"{flag} {value} needs --rank-groups, such as --rank-groups cdsp")
+        return None
+    if args.prefill_strategy not in _STRATEGIES:
+        raise ValueError(
+            f"--prefill-strategy {args.prefill_strategy} gives each rank its part of a prompt, and "
+            f"so does --rank-groups {args.rank_groups}: give one of {', '.join(_STRATEGIES)}"
+        )
+    if getattr(args, "even_out", False):
+        raise ValueError(f"--even-out has no meaning with --rank-groups {args.rank_groups}")
+    if args.smallest_chunk < 1:
+        raise ValueError(f"--smallest-chunk {args.smallest_chunk}: give at least 1")
+    if args.prefill_times is None:
+        raise ValueError(
+            f"--rank-groups {args.rank_groups} needs --prefill-times FILE: measure them by "
+            f"`distca tune groups {args.model} --context-parallel-size "
+            f"{args.context_parallel_size} --output FILE`"
+        )
+    for flag, path in (
+        ("--prefill-times", args.prefill_times),
+        ("--improvement-rates", args.improvement_rates),
+    ):
+        if path is not None and not path.is_file():
+            raise ValueError(f"{flag} {path}: there is no such file")
+    times = PrefillModel.load(args.prefill_times)
+    times.check_is_of(hardware(), model.description)
+    rates = args.improvement_rates
+    launched = read_torchrun()
+    several = launched is not None and launched.machines > 1
+    growing = GrowingGroups(
+        Search(times, smallest_chunk=args.smallest_chunk),
+        args.rank_groups,
+        launched.local_world_size if launched is not None and several else None,
+        None if rates is None else ImprovementRates.load(rates),
+    )
+    growing.check(args.context_parallel_size)
+    return growing

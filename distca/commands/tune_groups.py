@@ -1,0 +1,136 @@
+"""`distca tune groups`: measures prefills on groups of ranks, and saves their times."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distca.commands.command_line import Parser, check_output
+from distca.commands.served_dtype import add_dtype_flag, served_dtype
+from distca.progress import track
+from distca.schedule.serving.cdsp import Prefill, PrefillModel, Search, published_model
+from distca.schedule.serving.cdsp.growing import GrowingGroups
+
+_EPILOG = """
+example:
+  distca tune groups MODEL --context-parallel-size 4 --output times.json
+  distca prefill MODEL --context-parallel-size 4 --rank-groups cdsp --prefill-times times.json
+
+Prompts of several lengths run alone on 1, 2, 4, ... ranks of this machine. Their seconds are fitted
+to Eq. 1 of Tetris.
+"""
+
+
+def build_parser() -> Parser:
+    """Builds the parser of the command's flags."""
+    parser = Parser("tune groups", __doc__.splitlines()[0], _EPILOG)
+    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    parser.add_argument(
+        "--context-parallel-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="Ranks, each a process of this machine. Groups have 1, 2, 4, ... of them.",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help="Lengths of prompts, at least three. Default: 1/32, 1/16, 1/8 and 1/4 of the model's "
+        "positions, at most 131,072 tokens.",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Prefills of each length on each group, whose median counts. Default: 3.",
+    )
+    add_dtype_flag(parser)
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="The times, as JSON."
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status: 2 if ranks failed.
+
+    Raises:
+        ValueError: the flags or the model cannot be used.
+        ImportError: a package is missing.
+    """
+    args = build_parser().parse(argv)
+    _check_flags(args)
+    args.dtype = served_dtype(args.dtype)
+    from distca.attention.choice import default_block_size
+    from distca.inference.llm import configure
+    from distca.inference.machine import hardware
+    from distca.inference.models import DTYPES, read_model
+    from distca.inference.pool_size import bytes_needed
+    from distca.inference.rank_processes import RankError, RankProcesses
+
+    model = read_model(args.model, DTYPES[args.dtype])
+    lengths = sorted({*(args.lengths or _lengths(model.positions))})
+    if lengths[-1] > model.positions:
+        raise ValueError(
+            f"--lengths {lengths[-1]}: the model has {model.positions:,} positions: give less"
+        )
+    ranks, size = args.context_parallel_size, default_block_size()
+    config = configure(
+        model,
+        ranks,
+        # Groups are given, whatever these times say.
+        growing=GrowingGroups(Search(published_model())),
+        block_size=size,
+        # The smallest group has all tokens on one rank.
+        cache_bytes=bytes_needed(model, [lengths[-1]], 1, 1, size),
+        max_num_batched_tokens=max(lengths[-1], 2048),
+    )
+    degrees = [1 << n for n in range(ranks.bit_length()) if 1 << n <= ranks]
+    prefills = [(degree, tokens) for degree in degrees for tokens in lengths]
+    measured = []
+    try:
+        with RankProcesses(config) as processes:
+            for degree, tokens in track(prefills, "distca tune groups", "prefills"):
+                if tokens == lengths[0]:
+                    # The first prompt of a group warms up.
+                    processes.time_group(degree, tokens)
+                seconds = [processes.time_group(degree, tokens) for _ in range(args.rounds)]
+                measured.append(Prefill(degree, tokens, statistics.median(seconds)))
+    except RankError as error:
+        sys.stderr.write(f"distca tune: {error}\n")
+        return 2
+    times = PrefillModel.fit(measured, hardware(), model.description)
+    times.save(args.output)
+    for each in measured:
+        fitted = times.seconds(each.degree, 0, each.tokens)
+        sys.stdout.write(
+            f"{each.tokens:,} tokens on {each.degree} rank{'s' * (each.degree > 1)}: "
+            f"{each.seconds:.4g} s, fitted {fitted:.4g} s\n"
+        )
+    sys.stdout.write(f"written to {args.output}\n")
+    return 0
+
+
+def _lengths(positions: int) -> list[int]:
+    """Returns lengths of prompts for a model of so many positions."""
+    most = min(positions // 4, 131072)
+    return [max(most // part, number + 1) for number, part in enumerate((8, 4, 2, 1))]
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.context_parallel_size < 1:
+        raise ValueError(f"--context-parallel-size {args.context_parallel_size}: give at least 1")
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: give at least 1")
+    if args.lengths is not None:
+        if min(args.lengths) < 1:
+            raise ValueError(f"--lengths {min(args.lengths)}: give at least 1")
+        if len({*args.lengths}) < 3:
+            raise ValueError("--lengths: give at least three, of which times are fitted")
+    check_output("--output", args.output)
