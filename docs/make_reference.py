@@ -13,7 +13,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.commands import serving_requests, serving_step, tune_sparsity
+from distca.commands import serving_requests, serving_step, tune_groups, tune_sparsity
 from distca.commands.main import COMMANDS
 from megatron_patches.flags.distca import add_distca_arguments
 
@@ -124,8 +124,9 @@ def page() -> str:
             lines += ["", f"## distca {name} {kind}"]
             lines += _tables(serving_step.build_parser(name, kind))
         if name == "tune":
-            lines += ["", "## distca tune sparsity"]
-            lines += _tables(tune_sparsity.build_parser())
+            for other, parser in (("groups", tune_groups), ("sparsity", tune_sparsity)):
+                lines += ["", f"## distca tune {other}"]
+                lines += _tables(parser.build_parser())
         if name == "simulate":
             lines += ["", "## distca simulate --serving"]
             lines += _tables(serving_requests.build_parser())
