@@ -24,8 +24,8 @@ provide_for_all() {
 
 stamp=$(stamp_of_checkout)
 case ${1:-} in
-    '') provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,serve --editable ;;
-    checks) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,serve,dev,cuda-compile --editable ;;
+    '') provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference --editable ;;
+    checks) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,dev,cuda-compile --editable ;;
     megatron)
         version_of_megatron "${2:-}"
         provide_for_all "megatron-$2" "$stamp, megatron-core $2" "$training_pythons" \

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import answer, read_answer
-from benchmarks.serving.systems import VOCABULARY, write_model
+from benchmarks.serving.http_servers import VOCABULARY, write_model
 from distca.attention.kernel_timing import cpu_name
 from distca.inference import llm, worker
 from distca.inference.attention_runner import AttentionRunner, ForwardContext

@@ -1,4 +1,4 @@
-"""vLLM alone, vLLM with prefill ranks, and `distca serve`: the same requests, on real processes.
+"""vLLM alone and vLLM with prefill ranks: the same requests, on real processes.
 
     python benchmarks/serving/vllm_prefill.py --output DIR
 
@@ -38,7 +38,7 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
-from benchmarks.serving.systems import (
+from benchmarks.serving.http_servers import (
     VOCABULARY,
     Answered,
     Asked,
@@ -51,7 +51,7 @@ from benchmarks.serving.systems import (
 from distca.attention.kernel_timing import cpu_name
 from distca.progress import track
 
-ALONE, CONNECTED, OURS = "vLLM alone", "vLLM with prefill ranks", "`distca serve`"
+ALONE, CONNECTED = "vLLM alone", "vLLM with prefill ranks"
 MIN_TOKENS = 1024
 POSITIONS = 16384
 Figures = dict[str, Any]
@@ -143,10 +143,6 @@ def system(name: str, folder: str, ranks: int) -> Iterator[tuple[Server, list[in
     """Runs a system; gives its server, and the processes of prefill ranks."""
     with ExitStack() as running:
         pids, command = [], vllm_command(folder, None)
-        if name == OURS:
-            command = [sys.executable, "-m", "distca", "serve", folder, "--port", "{port}"]
-            command += ["--context-parallel-size", str(ranks), "--disable-uvicorn-access-log"]
-            command += ["--context-parallel-threshold", str(MIN_TOKENS), "--dtype", "float32"]
         if name == CONNECTED:
             address = free_address()
             pids = tree_of(running.enter_context(prefill_ranks(folder, address, ranks)))
@@ -240,7 +236,7 @@ def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], ar
         f"{args.hidden_size}, float32, random weights. {args.requests} requests a load, "
         f"{args.rate:g} a second; long prompts have 2,048 to {args.longest:,} tokens, others 16 to "
         f"512; answers have 8 to 32. There are {args.ranks} prefill ranks, which take prompts of "
-        f"at least {MIN_TOKENS:,} tokens, and as many ranks of `distca serve`. TTFT and "
+        f"at least {MIN_TOKENS:,} tokens. TTFT and "
         "milliseconds a token are medians. All processes share the cores, so ranks and engine slow "
         "each other: CPU seconds and answers can be compared, times only show the order of size.",
     ]
@@ -280,7 +276,7 @@ def main() -> int:
     found: dict[str, dict[str, Figures]] = {name: {} for name in loads}
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         write_model(Path(folder), args.hidden_size, args.layers, POSITIONS)
-        for name in track([ALONE, CONNECTED, OURS], "answering", "systems"):
+        for name in track([ALONE, CONNECTED], "answering", "systems"):
             with system(name, folder, args.ranks) as (server, pids):
                 for load, asked in loads.items():
                     found[load][name] = answer(server, pids, asked)

@@ -1,9 +1,9 @@
 """Checks that a checkpoint has exactly the weights of its language model, and loads them.
 
-`distca generate`, `distca serve` and the training import (`megatron_patches/llama.py`) load through
-`Checkpoint`. Every parameter must come from the checkpoint or be tied by the configuration, and
-every tensor must be used or belong to a part that is left out, such as a vision tower. transformers
-maps the names.
+`distca generate`, `distca prefill` and the training import (`megatron_patches/llama.py`) load
+through `Checkpoint`. Every parameter must come from the checkpoint or be tied by the configuration,
+and every tensor must be used or belong to a part that is left out, such as a vision tower.
+transformers maps the names.
 """
 
 from __future__ import annotations

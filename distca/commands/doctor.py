@@ -28,8 +28,8 @@ from distca.transport.compiled_cuda import (
     nvshmem_version,
 )
 
-_SERVING = ("transformers", "tokenizers", "safetensors", "msgspec", "pyzmq", "fastapi", "uvicorn")
-"""Packages without which `distca generate` or `distca serve` cannot start."""
+_INFERENCE = ("transformers", "tokenizers", "safetensors", "msgspec", "pyzmq")
+"""Packages without which `distca generate` or `distca prefill` cannot start."""
 
 State = Literal["ok", "missing", "problem"]
 
@@ -115,7 +115,7 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
         yield _package("transformer-engine", "pip install 'transformer-engine[pytorch]'")
     else:
         yield Finding("attention kernel, transformer-engine", "ok", "not needed without a GPU")
-    yield _group("to generate and serve", _SERVING, "pip install 'distca[serve]'")
+    yield _group("to generate and to prefill", _INFERENCE, "pip install 'distca[inference]'")
     yield _package("tokenizers", "pip install tokenizers, for `distca prepare`")
     yield _package("matplotlib", "pip install 'distca[plot]', for --plot")
     yield _compiler()

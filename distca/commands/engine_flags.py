@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from distca.commands.described import Group
+from distca.commands.served_sparsity import CSPS
+from distca.inference.transports import TRANSPORTS, check_transport
 
 
 def add_machine_flags(group: Group) -> None:
@@ -60,3 +62,44 @@ def add_pool_flags(group: Group) -> None:
         default=True,
         help="Keep blocks of ended prompts for prompts that begin the same. Default: on.",
     )
+
+
+def add_exchange_flags(group: Group) -> None:
+    """Adds the flags of ranks without weights, and of what moves rows; see `check_exchange`."""
+    group.add_argument(
+        "--attention-servers",
+        type=int,
+        default=0,
+        metavar="K",
+        help="Further ranks, which hold keys and values and have no weights. Default: 0.",
+    )
+    group.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="What moves rows between ranks: gloo and shm (memory that processes of one machine "
+        "share) on CPUs, nccl and nvshmem on GPUs. Default: gloo, or nccl.",
+    )
+
+
+def check_exchange(args: argparse.Namespace) -> None:
+    """Checks the flags of `add_exchange_flags`.
+
+    Raises:
+        ValueError: they contradict each other, the strategy or this machine.
+    """
+    import torch
+
+    servers = args.attention_servers
+    if servers < 0:
+        raise ValueError(f"--attention-servers {servers}: give 0 or more")
+    if servers and args.prefill_strategy == CSPS:
+        raise ValueError(
+            f"--attention-servers {servers} hold keys of any rank, and {CSPS} chooses by where "
+            "keys are: leave one out"
+        )
+    if servers and args.transport in ("shm", "nvshmem"):
+        raise ValueError(
+            f"--attention-servers need messages between two ranks, which --transport "
+            f"{args.transport} does not have: leave one out"
+        )
+    check_transport(args.transport, torch.cuda.is_available())

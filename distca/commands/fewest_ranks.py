@@ -78,33 +78,6 @@ def ranks_for_prompts(args: argparse.Namespace, model: ServedModel, lengths: Seq
     return ranks_needed(model, longest, args.max_tokens, size, nbytes)
 
 
-def ranks_for_positions(
-    args: argparse.Namespace, model: ServedModel, cache_bytes: int | None
-) -> int:
-    """As few ranks as have room for the longest sequence that a server takes, as many on each
-    machine.
-
-    Args:
-        args: flags.
-        model: model that answers.
-        cache_bytes: bytes of keys and values on each rank; None: what a GPU has left.
-
-    Raises:
-        ValueError: it is not known what there is room for.
-    """
-    from distca.inference.pool_size import blocks_in
-
-    if cache_bytes is None:
-        raise ValueError(
-            f"--context-parallel-size {AUTO} goes by the room of a rank: give "
-            "--kv-cache-memory-bytes"
-        )
-    blocks = blocks_in(cache_bytes, model, args.block_size)
-    positions = args.max_model_len or model.positions
-    of_machine = args.block_size * blocks * args.nnodes
-    return -(-positions // of_machine) * args.nnodes
-
-
 def _processes() -> int:
     """Processes that this machine has GPUs for, or else cores."""
     import torch

@@ -13,7 +13,12 @@ from typing import Any
 from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
-from distca.commands.engine_flags import add_block_size_flag, add_machine_flags
+from distca.commands.engine_flags import (
+    add_block_size_flag,
+    add_exchange_flags,
+    add_machine_flags,
+    check_exchange,
+)
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
 from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_chain import tell_of_lengths
@@ -67,6 +72,7 @@ def build_parser() -> Parser:
     add_calibration_flags(how)
     add_machine_flags(how)
     add_group_flags(how)
+    add_exchange_flags(how)
     how.add_argument(
         "--cp-kv-cache-interleave-size",
         type=int,
@@ -139,6 +145,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     _check_flags(args)
+    check_exchange(args)
     args.dtype = served_dtype(args.dtype)
     from distca.attention.choice import check_block_size, default_block_size
     from distca.inference.conversations import (
@@ -190,6 +197,8 @@ def main(argv: Sequence[str]) -> int:
         strategy=strategy if split is None else STRATEGIES[0],
         chain=chain,
         growing=served_groups(args, model),
+        attention_servers=args.attention_servers,
+        transport=args.transport,
         split=split,
         block_size=size,
         stripe=args.cp_kv_cache_interleave_size,
@@ -239,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         shown.answers(rows)
         tokens = sum(len(answer.token_ids) for answer in answers)
         sys.stdout.write(
-            f"{tokens} tokens on {args.context_parallel_size} ranks, {tokens / seconds:.1f} "
+            f"{tokens} tokens on {config.world_size} ranks, {tokens / seconds:.1f} "
             f"tokens/s; first token after {max(r['ttft_seconds'] for r in rows):.3f} s; "
             f"{sum(r['bytes_moved'] for r in rows):,} bytes moved; ranks started in "
             f"{loaded - begin:.1f} s\n"

@@ -18,7 +18,6 @@ COMMANDS = {
     "plan": "plan the core attention of a batch of documents: its balance and its bytes",
     "generate": "answer prompts with a model, on ranks that share its attention",
     "prefill": "compute keys and values of long prompts for a vLLM server, on several ranks",
-    "serve": "answer requests as OpenAI's clients make them, on ranks that share attention",
     "tune": "search or measure what inference chooses by: chains, groups of ranks, dropped keys",
     "prepare": "turn text into the token files that training reads",
     "profile": "measure this machine's attention kernel, so that plans can use its times",
@@ -26,6 +25,12 @@ COMMANDS = {
     "doctor": "say what is present, what is missing and what to install",
     "verify": "prove that this machine works and measure it, one line a stage",
 }
+_GONE = {
+    "serve": "`vllm serve` answers requests, and `distca prefill` computes its long prompts: "
+    "docs/serving.md says which command replaces which",
+}
+"""Commands that there were, and what replaces them."""
+
 _EXAMPLES = """
 examples:
   distca doctor
@@ -122,6 +127,12 @@ def _run(arguments: Sequence[str]) -> int:
     if len(arguments) > 1 and arguments[0] == "help":
         return _run([*arguments[1:], "--help"])
     asked = bool(arguments) and arguments[0] in ("-h", "--help", "help")
+    if arguments and arguments[0] in _GONE:
+        sys.stderr.write(
+            f"distca: there is no {arguments[0]} any more: {_GONE[arguments[0]]} "
+            "(see `distca --help`)\n"
+        )
+        return 2
     if arguments and not asked:
         import difflib
 

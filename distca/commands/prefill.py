@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         model, told, config = _configuration(args)
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'distca[serve]'") from error
+        raise ImportError(f"{error}: pip install 'distca[inference]'") from error
     if launched is not None:
         return _serve(args, model, told, config)
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -39,7 +39,9 @@ def served_strategy(args: argparse.Namespace, model: Any, longest: int | None = 
     from distca.inference.machine import machine_of
 
     machine = machine_of(args.profile, args.node_gb_per_s)
-    return machine.selector(args.selector, model.shape, ranks)
+    ranks += getattr(args, "attention_servers", 0)
+    # What a choice takes must not be much of a small chunk.
+    return machine.selector(args.selector, model.shape, ranks, hurried=len(model.windows))
 
 
 def served_owners(

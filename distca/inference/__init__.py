@@ -16,11 +16,12 @@ A request meets seven files, in this order:
   plans. From here on it is the runtime's: `distca/runtime/serving`.
 
 The tokens that are chosen (`choice.py`, `sampling.py`) go back to the engine. `LLM` has an engine
-in each process; a server has one process for it. Engines compute no plan: each worker makes it from
-what is fed. With a small model and short prompts, plans take 1% of the CPU time, and scheduling 2%
-(benchmarks/results/serving/short_prompts.md). A plan that is sent would be encoded and decoded in
-its place, and grows with ranks and chunks, while what is fed is some bytes a sequence. An iteration
-is scheduled when the one before has ended: its tokens are known then, and there is little to hide.
+in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no plan: each worker
+makes it from what is fed. With a small model and short prompts, plans take 1% of the CPU time, and
+scheduling 2% (benchmarks/results/serving/short_prompts.md). A plan that is sent would be encoded
+and decoded in its place, and grows with ranks and chunks, while what is fed is some bytes a
+sequence. An iteration is scheduled when the one before has ended: its tokens are known then, and
+there is little to hide.
 
 Others: `config.py` the engine's configuration; `messages.py` what engines and workers say;
 `models.py` and `transformers_model.py` load models; `pool_model.py` blocks of a rank;

@@ -93,21 +93,3 @@ class EngineConfig:
     def masks(self) -> tuple[Mask, ...]:
         """The different masks of the layers."""
         return tuple(Mask(window) for window in dict.fromkeys(self.windows))
-
-    def check_pools(self, blocks: int, block_bytes: int) -> None:
-        """Checks that the ranks' pools have room for the longest sequence.
-
-        Args:
-            blocks: blocks of each rank's pool.
-            block_bytes: bytes of a block.
-
-        Raises:
-            ValueError: they have none.
-        """
-        per_rank = -(-self.positions // self.block_size // self.world_size)
-        if blocks < per_rank:
-            raise ValueError(
-                f"a sequence of {self.positions:,} tokens needs {per_rank * block_bytes:,} bytes "
-                f"of keys and values on each of {self.world_size} ranks, and there are "
-                f"{blocks * block_bytes:,}: raise --kv-cache-memory-bytes, or lower --max-model-len"
-            )

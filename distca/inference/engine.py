@@ -1,8 +1,8 @@
 """The engine: requests, their blocks, and what the next iteration feeds.
 
 It computes nothing and talks to nobody. Whoever drives it runs what `schedule` returns on all
-workers, and gives what they say to `finish`: `LLM` on ranks that all have an engine, a server by
-messages to its workers' processes. Engines that are told the same decide the same.
+workers, and gives what they say to `finish`: `LLM` and `PrefillRank`, on ranks that all have an
+engine. Engines that are told the same decide the same.
 """
 
 from __future__ import annotations

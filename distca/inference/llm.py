@@ -27,6 +27,7 @@ from distca.inference.messages import AddRequest, ModelOutput, Output, SampledTo
 from distca.inference.models import ServedModel
 from distca.inference.pool_size import check_stripe
 from distca.inference.sampling import SamplingParams
+from distca.inference.transports import TransportName
 from distca.inference.worker import Worker
 from distca.runtime import Trace
 from distca.schedule.serving.cdsp.groups import Ranks
@@ -83,6 +84,7 @@ def configure(
     strategy: PrefillStrategy = "pass-kv",
     chain: Chain | Levels | None = None,
     growing: GrowingGroups | None = None,
+    attention_servers: int = 0,
     split: SplitModel | None = None,
     block_size: int = 16,
     stripe: int | None = None,
@@ -96,6 +98,7 @@ def configure(
     enforce_eager: bool = False,
     keeps_logits: bool = False,
     gpu_utilization: float = 0.9,
+    transport: TransportName | None = None,
 ) -> EngineConfig:
     """Makes the configuration of a model's engine.
 
@@ -106,6 +109,8 @@ def configure(
         chain: who shares out prompts, a chain or levels; None: in zigzag.
         growing: how each prompt of at least `threshold` tokens is given ranks of its own, more from
             chunk to chunk; None: all ranks share it.
+        attention_servers: further ranks, which hold keys and values of long sequences and have no
+            weights.
         split: layers whose weights processes split, if they share the rows of prefills.
         block_size: tokens of a block of keys and values.
         stripe: consecutive decoded tokens that one rank owns; None: a block.
@@ -119,17 +124,20 @@ def configure(
         enforce_eager: whether GPUs decode without CUDA graphs.
         keeps_logits: whether answers keep their logits.
         gpu_utilization: part of a GPU's memory that weights, keys and values may fill.
+        transport: what moves rows; None: gloo on CPUs, NCCL on GPUs.
 
     Raises:
         ValueError: the stripe is no multiple of a block, or the bounds contradict each other.
     """
     stripe = stripe or block_size
     check_stripe(stripe, block_size)
+    ranks = context_parallel_size + attention_servers
     limits = SchedulerConfig(
         max_num_seqs,
         max_num_batched_tokens,
         stripe,
         threshold,
+        attention_servers,
         chain=chain,
         evens_out=evens_out,
         growing=growing,
@@ -140,7 +148,7 @@ def configure(
         model.windows,
         b"",
         model.positions,
-        context_parallel_size,
+        ranks,
         model.tensor_parallel_size,
         strategy,
         limits,
@@ -150,7 +158,8 @@ def configure(
         prefix_caching,
         step_timeout,
         enforce_eager,
-        head_groups=head_groups(model.shape.heads, model.shape.kv_heads, context_parallel_size),
+        transport=transport,
+        head_groups=head_groups(model.shape.heads, model.shape.kv_heads, ranks),
         split=split,
         keeps_logits=keeps_logits,
         counts_bytes=True,

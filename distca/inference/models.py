@@ -99,7 +99,7 @@ def need_transformers() -> ModuleType:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "models to generate with are read by transformers: pip install 'distca[serve]'"
+            "models to generate with are read by transformers: pip install 'distca[inference]'"
         ) from error
     return transformers
 

@@ -1,4 +1,4 @@
-"""The choice of what moves rows between the ranks of a server."""
+"""The choice of what moves rows between ranks."""
 
 from __future__ import annotations
 
@@ -19,24 +19,21 @@ TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)
 _ON_GPUS = frozenset({"nccl", "nvshmem"})
 
 
-def check_transport(name: TransportName | None, on_gpus: bool, nodes: int = 1) -> None:
+def check_transport(name: TransportName | None, on_gpus: bool) -> None:
     """Refuses a transport that cannot connect these ranks.
 
     Args:
         name: transport; None: the default.
         on_gpus: whether ranks have GPUs.
-        nodes: machines.
 
     Raises:
-        ValueError: there are other devices, or several machines.
+        ValueError: there are other devices.
     """
     if name is None:
         return
     if (name in _ON_GPUS) != on_gpus:
         where = "GPUs" if name in _ON_GPUS else "ranks on CPUs"
         raise ValueError(f"--transport {name} is for {where}: leave it out, or choose another")
-    if name == "shm" and nodes > 1:
-        raise ValueError("--transport shm is memory of one machine: leave it out with --nnodes")
 
 
 def make_transport(

@@ -102,7 +102,10 @@ def test_what_cannot_be_chosen_is_refused(
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([[1, 2, 3] * 200]))
     given = [flag.replace("FILE", calibration) for flag in flags]
-    for command in (["generate", model, "--prompt-ids", str(ids)], ["serve", model, "--port", "0"]):
+    for command in (
+        ["generate", model, "--prompt-ids", str(ids)],
+        ["prefill", model, "--port", "1"],
+    ):
         with pytest.raises(SystemExit):
             main([*command, *CSPS, *given])
         assert said in capsys.readouterr().err

@@ -52,6 +52,7 @@ def test_a_reader_that_goes_early_ends_a_command_quietly(arguments: list[str]) -
     ("arguments", "message"),
     [
         (["plna"], "distca: no command 'plna': is plan meant?"),
+        (["serve", "model"], "distca: there is no serve any more: `vllm serve` answers requests"),
         (["plan", *PLAN, "--sede", "1"], "distca plan: no flag --sede: is --seed meant?"),
         # The mistake, and not what is missing because of it.
         (["plan", "--distribtion=fixed"], "no flag --distribtion: is --distribution meant?"),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.commands import fewest_ranks, generate, serve
-from distca.commands.fewest_ranks import ranks_for_positions, ranks_for_prompts
+from distca.commands import fewest_ranks, generate
+from distca.commands.fewest_ranks import ranks_for_prompts
 from distca.inference.models import ServedModel, read_model
 from support.commands import Command
 from support.small_models import save_small_model
@@ -66,19 +66,6 @@ def test_prompts_have_room(model: ServedModel, monkeypatch: pytest.MonkeyPatch) 
         found(3, "--tensor-parallel-size", "2")
 
 
-def test_positions_have_room(model: ServedModel) -> None:
-    args = serve.build_parser().parse([model.path, "--block-size", "16"])
-    blocks = (256, 255, 128, 127, 86, 85)
-    found = [ranks_for_positions(args, model, each * BLOCK_BYTES) for each in blocks]
-    assert found == [1, 2, 2, 3, 3, 4]
-    args.nnodes = 2
-    assert ranks_for_positions(args, model, 127 * BLOCK_BYTES) == 4
-    args.max_model_len = 100
-    assert ranks_for_positions(args, model, 127 * BLOCK_BYTES) == 2
-    with pytest.raises(ValueError, match="give --kv-cache-memory-bytes"):
-        ranks_for_positions(args, model, None)
-
-
 def test_what_auto_cannot_go_by_is_refused(capsys, model: ServedModel, tmp_path: Path) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text("[[1, 2, 3]]")
@@ -91,6 +78,5 @@ def test_what_auto_cannot_go_by_is_refused(capsys, model: ServedModel, tmp_path:
         ("generate", [*answered, *room, "--prefill-strategy", "runahead"], "needs even parts"),
         ("simulate", ["prefill", *large, *auto], "weights take "),
         ("plan", ["prefill", *large, "--context-parallel-size", "x"], "give a number, or auto"),
-        ("serve", [model.path, "--prefill-ranks", "1", "--decode-ranks", "1", *auto], "leave it"),
     ):
         assert why in Command(name, capsys).refused(*flags), flags

@@ -149,7 +149,10 @@ def test_partitions_that_cannot_be_used_are_refused(
     given = [flag.replace("{file}", str(file)) for flag in flags]
     ids = tmp_path / "ids.json"
     ids.write_text("[[1, 2, 3]]")
-    for command in (["generate", model, "--prompt-ids", str(ids)], ["serve", model, "--port", "0"]):
+    for command in (
+        ["generate", model, "--prompt-ids", str(ids)],
+        ["prefill", model, "--port", "1"],
+    ):
         with pytest.raises(SystemExit):
             main([*command, "--context-parallel-size", "2", *given])
         assert said in capsys.readouterr().err

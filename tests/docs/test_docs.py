@@ -37,6 +37,8 @@ sys.path.insert(0, str(DOCS))
 FOREIGN_FLAGS = {
     *("--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"),
     *("--no-build-isolation", "--kv-transfer-config", "--prefill-context-parallel-size"),
+    # vLLM's, and those of a command that is gone, which docs/serving.md names.
+    *("--api-key", "--headless", "--job-key-file"),
 }
 
 

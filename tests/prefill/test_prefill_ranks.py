@@ -11,6 +11,8 @@ import torch
 
 from distca.prefill.client import HandshakeError
 from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts, model_folder
+from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
+from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import (
     CHUNK,
@@ -23,6 +25,12 @@ from support.prefills import (
 )
 from support.ranks import Ranks
 from support.small_models import save_small_model
+
+TIMES = PrefillModel(
+    "any", "any", {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
+)
+GROWING = GrowingGroups(Search(TIMES, smallest_chunk=4))
+"""Ten tokens are as soon computed by one rank as by two."""
 
 
 def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: int = 0) -> None:
@@ -42,8 +50,10 @@ def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: i
         (2, {}),
         (2, {"strategy": "pass-q"}),
         (3, {"threshold": 30}),
+        (4, {"threshold": 20, "growing": GROWING}),
+        (2, {"growing": GROWING, "strategy": "pass-q", "max_num_seqs": 2}),
     ],
-    ids=["one", "pass-kv", "pass-q", "short"],
+    ids=["one", "pass-kv", "pass-q", "short", "growing", "growing, pass-q"],
 )
 def test_rows_equal_transformers_own(
     ranks: Ranks, tmp_path: Path, count: int, changes: dict[str, Any]

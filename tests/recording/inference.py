@@ -13,13 +13,12 @@ from recording.log import Log, bits, digest
 
 
 @contextlib.contextmanager
-def watching_steps(log: Log, steps: list[dict[str, Any]], between: bool = True) -> Iterator[None]:
+def watching_steps(log: Log, steps: list[dict[str, Any]]) -> Iterator[None]:
     """Notes what this process does inside, step by step.
 
     Args:
         log: takes the events.
         steps: is given each step when it ends.
-        between: whether what happens between steps is noted, too.
     """
     from distca.inference.model_runner import ModelRunner
     from distca.runtime.serving.kv_pool import KVCache
@@ -29,7 +28,7 @@ def watching_steps(log: Log, steps: list[dict[str, Any]], between: bool = True) 
         logits = original(rank, step, tokens, *args)
         steps.append(
             {
-                "before": before if between else {},
+                "before": before,
                 "fed": {str(number): list(ids) for number, ids in sorted(tokens.items())},
                 "plans": [_of_part(part) for part in step.parts],
                 "new blocks": sorted([*key, *added] for key, added in step.blocks.items()),
@@ -48,8 +47,7 @@ def watching_steps(log: Log, steps: list[dict[str, Any]], between: bool = True) 
         wrap(ModelRunner, "run", run)
         wrap(KVCache, "write", write)
         yield
-    if between:
-        steps.append(log.take())
+    steps.append(log.take())
 
 
 def _of_part(part: Any) -> dict[str, Any]:
@@ -102,18 +100,3 @@ def record_turns(how: tuple[Any, ...]) -> dict[str, Any]:
     told = [{str(n): each.token_ids for n, each in sorted(turn.items())} for turn in found.turns]
     return {"steps": steps, "tokens": told, "bytes": {"planned": found.planned, "sent": found.sent},
             "blocks at the end": found.referenced}  # fmt: skip
-
-
-def record_roles(settings: Any, folder: str, played: Any) -> dict[str, Any]:
-    """Prefills on some ranks and decodes on others, and records this rank's part; collective."""
-    from support.role_workers import serve_on_a_rank
-
-    # Blocks arrive whenever they do.
-    log, steps = Log(), list[dict[str, Any]]()
-    with watching_steps(log, steps, between=False):
-        seen = serve_on_a_rank(settings, folder, played)
-    if seen is None:
-        return {"steps": steps}
-    told = {str(number): ids for number, ids in sorted(seen.told.items())}
-    chunks = {str(number): found for number, found in sorted(seen.chunks.items())}
-    return {"steps": steps, "tokens": told, "chunks": chunks, "bytes moved": seen.moved}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recording.inference import record_engine, record_roles, record_turns
+from recording.inference import record_engine, record_turns
 
 Call = tuple[Any, ...]
 """A function that records, and its arguments."""
@@ -153,27 +153,16 @@ def _turns(
     return make
 
 
-def _roles(prefill: int, decode: int, **given: Any) -> Callable[[str, Path], Call]:
-    """Prompts one after the other, whose groups of ranks grow from chunk to chunk."""
+def _growing(_: str) -> dict[str, Any]:
+    from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
+    from distca.schedule.serving.cdsp.growing import GrowingGroups
+    from distca.schedule.serving.limits import SchedulerConfig
+    from support.engines import BLOCK
 
-    def make(model: str, folder: Path) -> Call:
-        from distca.schedule.serving.cdsp import Coefficients, ImprovementRates, PrefillModel
-        from distca.serve.handoff.settings import Roles
-        from support.engines import BLOCK, settings_of
-        from support.role_workers import Played
-
-        times = PrefillModel(
-            "here",
-            "small",
-            {1: Coefficients(0, 10.0, 0, 0), 2: Coefficients(100.0, 5.0, 0, 0)},
-        )
-        known = {"strategy": "cdsp", "times": times, "rates": ImprovementRates({0.0: 0.0})}
-        roles = Roles(prefill, decode, 1, smallest_chunk=BLOCK, **(known | given))
-        told = settings_of(model, prefill + decode, 64, prefix_caching=True, roles=roles)
-        submits = [each[:5] for each in _requests(None, 1)]
-        return record_roles, told, str(folder), Played(submits, in_turn=True)
-
-    return make
+    # Ten tokens are as soon computed by one rank as by two.
+    of_ranks = {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
+    growing = GrowingGroups(Search(PrefillModel("any", "any", of_ranks), smallest_chunk=BLOCK))
+    return {"limits": SchedulerConfig(8, 48, BLOCK, 12, growing=growing)}
 
 
 INFERENCE_MIXES: Sequence[InferenceMix] = (
@@ -198,6 +187,5 @@ INFERENCE_MIXES: Sequence[InferenceMix] = (
     InferenceMix("turns, CP3, near to far, .7 dropped", 3, "llama", _turns(
         "pass-kv", 3, drop=0.7)),
     InferenceMix("turns, CP2, experts, all-gather", 2, "qwen3_moe", _turns("all-gather", 2)),
-    InferenceMix("roles, 2 + 1, growing groups", 3, "llama", _roles(2, 1)),
-    InferenceMix("roles, 1 + 2, windows", 3, "gemma3_text", _roles(1, 2, strategy="fixed-1")),
+    InferenceMix("engine, CP4, growing groups", 4, "llama", _engine(4, 48, 60, settings=_growing)),
 )  # fmt: skip

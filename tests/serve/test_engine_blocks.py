@@ -6,26 +6,16 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from distca.inference.messages import AddRequest, ExecuteBatch, decoder, encode
+from distca.inference.config import EngineConfig
+from distca.inference.engine import Engine, Iteration
+from distca.inference.messages import AddRequest, ModelOutput
 from distca.inference.sampling import Penalties, SamplingParams
-from distca.serve.engine.backlog import MOST_MISSED, Backlog
-from distca.serve.engine.engine import EngineProcess
-from distca.serve.engine.messages import (
-    Abort,
-    FromEngine,
-    Missed,
-    Outputs,
-    ResetCache,
-    Stats,
-    ToWorker,
-)
-from distca.serve.engine.settings import ServerConfig
 from support.token_engine import TokenWorkers, right_answer, token_settings
 
+RANKS = 2
 STATES = ("waiting", "prefilling", "decoding", "preempted", "ended")
 
 
@@ -35,44 +25,42 @@ class Run:
     Attributes:
         told: tokens of each answer.
         ended: sequences that have come to their end, of which nothing more may be told.
-        stats: the engine's numbers.
     """
 
-    def __init__(self, settings: ServerConfig, blocks: int) -> None:
+    def __init__(self, settings: EngineConfig, blocks: int) -> None:
         self.workers = TokenWorkers(settings)
-        self._decoder = decoder(FromEngine)
-        self.engine = EngineProcess(settings, self, self.workers)  # type: ignore[arg-type]
+        self.engine = Engine(settings, blocks)
         self.told: dict[int, list[int]] = {}
         self.ended: set[int] = set()
-        self.engine.begin(blocks, 1)
+        self._begun: Iteration | None = None
 
-    def send(self, encoded: bytes) -> None:
-        """Takes what the engine says to the API process."""
-        message: Any = self._decoder.decode(encoded)
-        self.stats: Stats = message.stats
-        if isinstance(message, Outputs):
-            for output in message.outputs:
-                assert output.number not in self.ended
-                self.told.setdefault(output.number, []).append(output.token)
-                if output.finish:
-                    self.ended.add(output.number)
+    def begin(self) -> bool:
+        """Begins an iteration; returns whether there is one."""
+        self._begun = self.engine.schedule()
+        return self._begun is not None
 
-    def finish_iteration(self) -> None:
-        """Has the workers say what they have run."""
-        for done in self.workers.done:
-            self.engine.take_done(done)
+    def finish(self) -> None:
+        """Runs the iteration, and takes in what it has brought."""
+        assert self._begun is not None
+        outputs, failed = self.engine.finish(self.workers.run(self._begun))
+        assert not failed
+        for output in outputs:
+            assert output.number not in self.ended
+            self.told.setdefault(output.number, []).append(output.token)
+            if output.finish:
+                self.ended.add(output.number)
 
     def answer(self, submits: list[AddRequest]) -> list[list[int]]:
         """Answers sequences that arrive together."""
         for submit in submits:
-            self.engine.take(submit)
-        while self.engine.start_iteration():
-            self.finish_iteration()
+            self.engine.add(submit)
+        while self.begin():
+            self.finish()
         return [self.told[submit.number] for submit in submits]
 
     def abort(self, number: int) -> None:
         """Aborts a sequence."""
-        self.engine.take(Abort(number))
+        self.engine.abort(number)
         self.ended.add(number)
 
     def state(self, number: int) -> str:
@@ -83,11 +71,15 @@ class Run:
             return "preempted" if self.workers.admitted[number] else "waiting"
         return "decoding" if number in self.told else "prefilling"
 
+    def referenced(self) -> list[int]:
+        """Blocks of each rank that sequences have."""
+        return [self.engine.cache.referenced(rank) for rank in range(RANKS)]
+
     def leaked(self) -> int:
         """Blocks that are held though no sequence is left; none is once the cache is reset."""
-        held = sum(each.referenced for each in self.stats.ranks)
-        self.engine.take(ResetCache())
-        return held + sum(each.referenced + each.cached for each in self.stats.ranks)
+        cache, held = self.engine.cache, sum(self.referenced())
+        cache.reset()
+        return held + sum(cache.referenced(rank) + cache.cached(rank) for rank in range(RANKS))
 
 
 def submits_of(seed: int, count: int, longest: int = 44, most_new: int = 8) -> list[AddRequest]:
@@ -117,8 +109,8 @@ def test_answers_are_the_same_however_they_are_computed() -> None:
         blocks = 9 if few else 500
         run = Run(settings, blocks)
         assert run.answer(submits) == expected, (caching, chunk, few)
-        assert (run.stats.preemptions > 0) == few
-        assert (run.stats.found > 0) == caching
+        assert (run.engine.scheduler.preemptions > 0) == few
+        assert (run.engine.scheduler.found > 0) == caching
         assert run.leaked() == 0
         for submit, answer in zip(submits[::8], expected[::8], strict=True):
             assert Run(settings, blocks).answer([submit]) == [answer]
@@ -152,26 +144,25 @@ def storm(seed: int, count: int) -> Counter[tuple[str, bool]]:
     while arrived < count or left or busy:
         for _ in range(chance.randint(0, 2)):
             if arrived < count and len(outstanding()) < 16:
-                run.engine.take(submits[arrived])
+                run.engine.add(submits[arrived])
                 arrived += 1
-        busy = run.engine.start_iteration()
+        busy = run.begin()
         assert busy or not outstanding(), "it hangs"
         strike(under_way=True)
         if busy:
-            run.finish_iteration()
+            run.finish()
         strike(under_way=False)
     for submit in submits:
         answer = run.told.get(submit.number, [])
         right = right_answer(submit)
         assert answer == right[: len(answer)]
         assert submit.number in aborted or answer == right
-    used = [each.referenced for each in run.stats.ranks]
-    assert used == [0, 0], "blocks are used and not cached"
+    assert run.referenced() == [0, 0], "blocks are used and not cached"
     after = AddRequest(count, 0, submits[0].tokens, SamplingParams(max_tokens=5))
     assert run.answer([after]) == [right_answer(after)]
     assert {*run.workers.held} <= {count}, "workers keep what has ended"
     assert run.leaked() == 0
-    assert [each.free for each in run.stats.ranks] == [blocks, blocks]
+    assert [run.engine.cache.free(rank) for rank in range(RANKS)] == [blocks, blocks]
     return struck
 
 
@@ -188,49 +179,13 @@ def test_a_storm_of_aborts_leaks_nothing(full: bool) -> None:
 def test_a_wrong_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers' rows: a block that two sequences are given gives a wrong answer."""
     run = Run(token_settings(caching=False), 500)
-    give = run.workers.start
+    correct = run.workers.run
 
-    def give_again(iteration: Any, parts: Any) -> None:
-        for feed in iteration.feed:
+    def give_again(begun: Iteration) -> dict[int, ModelOutput]:
+        for feed in begun.batch.feed:
             feed.blocks[:] = [0] * len(feed.blocks)
-        give(iteration, parts)
+        return correct(begun)
 
-    monkeypatch.setattr(run.workers, "start", give_again)
+    monkeypatch.setattr(run.workers, "run", give_again)
     submits = submits_of(0, 8)
     assert run.answer(submits) != [right_answer(submit) for submit in submits]
-
-
-def test_workers_without_a_part_are_told_of_iterations_later_many_at_once() -> None:
-    """Each worker is told of all iterations in their order, before the next in which it has a
-    part, and wakes for few of the others."""
-    chance, backlog, read = random.Random(0), Backlog(3), decoder(ToWorker)
-    told: list[list[int]] = [[], [], []]
-    wakes = [0, 0, 0]
-    for number in range(500):
-        # The last has a part now and then.
-        parts = {chance.randrange(2), *([2] if number in (7, 300, 301) else [])}
-        for rank, encoded in backlog.tell(ExecuteBatch(number, [], [], []), parts):
-            message = read.decode(encoded)
-            wakes[rank] += 1
-            missed = message.iterations if isinstance(message, Missed) else [message]
-            told[rank] += [each.number for each in missed]
-        for rank in range(3):
-            assert told[rank] == list(range(len(told[rank])))
-            assert len(told[rank]) > number - MOST_MISSED
-            assert rank not in parts or told[rank][-1] == number
-    assert wakes[2] == 3 + 2 + 300 // MOST_MISSED + 198 // MOST_MISSED
-
-
-def test_iterations_that_wait_in_the_backlog_stay_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(token_settings(), 500)
-    kept, start = [], run.workers.start
-
-    def keeping(iteration: ExecuteBatch, parts: Any) -> None:
-        kept.append((iteration, encode(iteration)))
-        start(iteration, parts)
-
-    monkeypatch.setattr(run.workers, "start", keeping)
-    run.answer(submits_of(0, 8))
-    assert all(encode(iteration) == begun for iteration, begun in kept)

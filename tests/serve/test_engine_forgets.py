@@ -13,15 +13,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from distca.inference.messages import AddRequest, Output, decoder
+from distca.inference.engine import Engine, Iteration
+from distca.inference.messages import AddRequest, Output
 from distca.inference.sampling import SamplingParams
-from distca.schedule.serving.cdsp import ImprovementRates
-from distca.schedule.serving.cdsp.handoff import Transfer
-from distca.serve.engine.engine import EngineProcess
-from distca.serve.engine.messages import Abort, FromEngine, Outputs
-from distca.serve.handoff.decode_worker import DecodeWorker
-from distca.serve.handoff.messages import First
-from distca.serve.handoff.settings import Roles
 from support.token_engine import TokenWorkers, right_answer, right_scores, token_settings
 
 BLOCKS = 5
@@ -36,21 +30,11 @@ class Interleaving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         sizes = token_settings(tokens=10, sequences=4)
-        self.workers, self._decoder = TokenWorkers(sizes), decoder(FromEngine)
-        self.engine = EngineProcess(sizes, self, self.workers)  # type: ignore[arg-type]
+        self.workers, self.engine = TokenWorkers(sizes), Engine(sizes, BLOCKS)
+        self.begun: Iteration | None = None
         self.alive: dict[int, AddRequest] = {}
         self.told: dict[int, list[Output]] = {}
         self.number = 0
-        self.engine.begin(BLOCKS, 1)
-
-    def send(self, encoded: bytes) -> None:
-        """Takes what the engine says to the API process."""
-        message: Any = self._decoder.decode(encoded)
-        if isinstance(message, Outputs):
-            for output in message.outputs:
-                self.told.setdefault(output.number, []).append(output)
-                if output.finish:
-                    self.check_answer(self.alive.pop(output.number))
 
     def check_answer(self, submit: AddRequest) -> None:
         told = self.told[submit.number]
@@ -83,31 +67,37 @@ class Interleaving(RuleBasedStateMachine):
                 scored=is_scored,
             )
             self.alive[number] = each
-            self.engine.take(each)
+            self.engine.add(each)
         self.number += answers
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if self.alive:
             number = data.draw(st.sampled_from(sorted(self.alive)))
-            self.engine.take(Abort(number))
+            self.engine.abort(number)
             del self.alive[number]
 
     @rule()
     def abort_what_has_ended(self) -> None:
         for number in {*range(self.number)} - self.alive.keys():
-            self.engine.take(Abort(number))
+            self.engine.abort(number)
 
     @rule()
     def start(self) -> None:
-        busy = self.engine.start_iteration()
-        assert busy or not self.alive, "it hangs"
+        if self.begun is None:
+            self.begun = self.engine.schedule()
+        assert self.begun or not self.alive, "it hangs"
 
     @rule()
     def finish(self) -> None:
-        done, self.workers.done = self.workers.done, []
-        for each in done:
-            self.engine.take_done(each)
+        begun, self.begun = self.begun, None
+        if begun is None:
+            return
+        outputs, _ = self.engine.finish(self.workers.run(begun))
+        for output in outputs:
+            self.told.setdefault(output.number, []).append(output)
+            if output.finish:
+                self.check_answer(self.alive.pop(output.number))
 
     @invariant()
     def knows_no_others(self) -> None:
@@ -115,26 +105,27 @@ class Interleaving(RuleBasedStateMachine):
             assert known.keys() <= self.alive.keys(), name
 
     def by_sequence(self) -> dict[str, dict[int, Any]]:
-        known = vars(self.engine._engine)
+        known = vars(self.engine)
         return {name: each for name, each in known.items() if isinstance(each, dict)}
 
     def teardown(self) -> None:
-        while self.engine.start_iteration():
+        while self.begun or self.engine.busy or self.alive:
+            self.start()
             self.finish()
         assert not self.alive
         assert not any(self.by_sequence().values())
         # Workers hear of the ends with the next iteration.
         last = AddRequest(self.number, 0, [1], SamplingParams(1))
         self.alive[self.number] = last
-        self.engine.take(last)
-        assert self.engine.start_iteration()
+        self.engine.add(last)
+        self.start()
         self.finish()
         assert {*self.workers.held} == {self.number}
-        scheduler: Any = self.engine._engine.scheduler
+        scheduler: Any = self.engine.scheduler
         assert not scheduler._aborted
         assert not scheduler._followers
         assert (scheduler.running, scheduler.waiting) == (0, 0)
-        cache: Any = self.engine._engine.cache
+        cache: Any = self.engine.cache
         assert [cache.referenced(rank) for rank in range(2)] == [0, 0]
 
 
@@ -142,19 +133,10 @@ def test_scores_of_a_prompt_that_is_aborted_in_its_iteration_are_forgotten() -> 
     run = Interleaving()
     run.arrive(length=8, alike=False, answers=1, new=2, scored=True)
     run.start()
-    run.engine.take(Abort(0))
+    run.engine.abort(0)
     del run.alive[0]
     run.finish()
     run.knows_no_others()
-
-
-def test_a_first_token_of_a_request_that_was_given_up_is_forgotten() -> None:
-    """The decode rank fenced it, or had no room, before the engine knew."""
-    roles = Roles(1, 1, 1, "single", None, ImprovementRates({0.0: 0.0}))
-    model: Any = None
-    worker: Any = DecodeWorker(token_settings(), roles, 1, model, ["inproc://forgets"])
-    worker._take(First(Transfer(0, 0), 7))
-    assert not worker._firsts
 
 
 def test_nothing_is_known_of_a_sequence_that_has_ended(full: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from distca.inference.llm import Completion, RequestOutput
 from distca.inference.models import read_model
 from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs, UnusableLogitsError
 from distca.inference.verify import compare
-from support import token_engine
 from support.byte_tokenizer import save_chat_model
 from support.commands import Command
 from support.engines import one_process, run_on_a_rank, settings_of, tokens
@@ -166,21 +164,3 @@ def test_an_engine_fails_the_request_alone(ranks: Ranks, tmp_path: Path) -> None
         for number in (0, 3):
             assert answered.tokens[number] == one_process(loaded, submits[number][:5])
         assert answered.ranks == [(60, 0, 0)] * 2
-
-
-def test_the_api_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = "no token can be chosen, since the logits are NaN"
-
-    def fail(of: Any, prompt: int, tokens: Any) -> token_engine.SampledToken:
-        return token_engine.SampledToken(of.number, -1, None, why)
-
-    monkeypatch.setattr(token_engine, "choose", fail)
-    with token_engine.api_here() as url:
-        body: dict[str, Any] = {"prompt": "Hello", "n": 2, "max_tokens": 3, "temperature": 1}
-        for _ in range(2):
-            answer = httpx.post(f"{url}/v1/completions", json=body)
-            assert answer.status_code == 500
-            assert answer.json()["error"]["message"] == why
-        streamed = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}).text
-        assert why in streamed
-        assert "[DONE]" not in streamed

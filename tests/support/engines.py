@@ -1,9 +1,9 @@
-"""An engine and its workers in the ranks of a test, which answer sequences as they are told."""
+"""An engine and a worker on each rank of a test, which answer sequences that come and go."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,11 +12,11 @@ from unittest import mock
 import numpy as np
 import torch
 
+from distca.inference.config import EngineConfig
 from distca.inference.models import ServedModel, read_model
 from distca.inference.sequence_parallel import split_model
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.serve.engine.settings import ServerConfig
 from support.small_models import VOCABULARY
 
 BLOCK = 4
@@ -48,115 +48,86 @@ class Answered:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-class Here:
-    """Stands for the API's socket and for all workers, of which this rank has one."""
-
-    def __init__(self, worker: Any) -> None:
-        import torch.distributed as dist
-
-        from distca.serve.engine.backlog import Backlog
-
-        self.worker, self._backlog = worker, Backlog(dist.get_world_size())
-        self.said: list[Any] = []
-        self.done: list[Any] = []
-        self.moved = 0
-
-    def send(self, message: Any) -> None:
-        """What the engine says to the API process, encoded, or to the workers."""
-        from distca.inference.messages import decoder, encode
-        from distca.serve.engine.messages import FromEngine, ToWorker
-
-        if isinstance(message, bytes):
-            self.said.append(decoder(FromEngine).decode(message))
-            return
-        self.worker.take(decoder(ToWorker).decode(encode(message)))
-
-    def start(self, iteration: Any, parts: Container[int]) -> None:
-        """See `Workers`."""
-        import torch.distributed as dist
-
-        from distca.inference.messages import decoder
-        from distca.serve.engine.messages import ToWorker
-
-        self.moved += len(iteration.moves)
-        done = None
-        for rank, encoded in self._backlog.tell(iteration, parts):
-            if rank == dist.get_rank():
-                done = self.worker.take(decoder(ToWorker).decode(encoded))
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, done)
-        self.done = [each for each in said if each is not None]
-
-    def begin_step(self) -> None:
-        """See `Workers`."""
-
-    def end_step(self) -> None:
-        """See `Workers`."""
-
-
 def run_on_a_rank(
-    settings: ServerConfig, blocks: int, submits: list[Any], aborts: int, seed: int
+    settings: EngineConfig, blocks: int, submits: list[Any], aborts: int, seed: int
 ) -> Answered:
-    """Answers sequences, some aborted wherever they are then."""
+    """Answers sequences that arrive over time, some aborted wherever they are then. Collective."""
     import torch.distributed as dist
 
+    from distca.inference.engine import Engine
     from distca.inference.messages import AddRequest
-    from distca.serve.engine.engine import EngineProcess
-    from distca.serve.engine.messages import Abort, Outputs, Refused, ResetCache
-    from distca.serve.engine.worker import WorkerProcess
+    from distca.inference.worker import Worker
 
-    here = Here(WorkerProcess(settings, torch.device("cpu")))
-    engine = EngineProcess(settings, here, here)  # type: ignore[arg-type]
-    engine.begin(blocks, 1)
+    worker = Worker(settings, torch.device("cpu"))
+    worker.begin(blocks)
+    engine = Engine(settings, blocks)
     chance = random.Random(seed)
     waiting = [AddRequest(*each) for each in submits]
     aborted = set(chance.sample(range(len(waiting)), aborts))
     told: Told = {}
     scores: dict[int, list[Any]] = {}
     failed: dict[int, str] = {}
-
-    def heard() -> None:
-        for message in here.said:
-            if isinstance(message, Refused) and message.fails:
-                failed[message.number] = message.message
-            if isinstance(message, Outputs):
-                for output in message.outputs:
-                    told.setdefault(output.number, []).append(output.token)
-                    if output.scores:
-                        scores[output.number] = output.scores
-        here.said.clear()
-
     sent: list[int] = []
+    moved = 0
     with _planned(settings) as planned:
         while True:
             for _ in range(chance.randint(0, 3)):
                 if waiting:
                     sent.append(waiting[0].number)
-                    engine.take(waiting.pop(0))
-            busy = engine.start_iteration()
+                    engine.add(waiting.pop(0))
+            begun = engine.schedule()
+            done: dict[int, Any] = {}
+            if begun is not None:
+                moved += len(begun.batch.moves)
+                done = _run(worker, begun)
             for number in sorted(aborted & {*sent}):
                 # While an iteration is under way, and between two.
                 if chance.random() < 0.4:
-                    engine.take(Abort(number))
+                    engine.abort(number)
                     aborted.discard(number)
-            if not busy and not waiting and not aborted & {*sent}:
-                break
-            done, here.done = here.done, []
-            for each in done:
-                engine.take_done(each)
-            heard()
-    engine.take(ResetCache())
-    stats = here.said[-1].stats
-    ranks = [(each.free, each.referenced, each.cached) for each in stats.ranks]
+            if begun is None:
+                if not waiting and not aborted & {*sent}:
+                    break
+                continue
+            outputs, lost = engine.finish(done)
+            failed |= {each.number: str(each.failed) for each in lost}
+            for output in outputs:
+                told.setdefault(output.number, []).append(output.token)
+                if output.scores:
+                    scores[output.number] = output.scores
+    cache = engine.cache
+    cache.reset()
+    ranks = [
+        (cache.free(rank), cache.referenced(rank), cache.cached(rank))
+        for rank in range(settings.world_size)
+    ]
     weights, counted = ([0] * dist.get_world_size() for _ in range(2))
-    dist.all_gather_object(weights, here.worker.loaded().weight_bytes)
+    dist.all_gather_object(weights, worker.weight_bytes)
     dist.all_gather_object(counted, planned[0])
-    nbytes = sum(counted) + here.moved * BLOCK * _moved_row_bytes(settings)
-    return Answered(told, numbers_of(stats), ranks, scores, nbytes, weights, here.moved, failed)
+    nbytes = sum(counted) + moved * BLOCK * _moved_row_bytes(settings)
+    return Answered(told, numbers_of(engine), ranks, scores, nbytes, weights, moved, failed)
+
+
+def _run(worker: Any, begun: Any) -> dict[int, Any]:
+    """Runs this process's part of an iteration; returns what all that have one have done."""
+    import torch.distributed as dist
+
+    from distca.inference.messages import ExecuteBatch, ModelOutput, decoder, encode
+
+    # As messages, which other fronts send.
+    batch = decoder(ExecuteBatch).decode(encode(begun.batch))
+    done = None
+    if dist.get_rank() in begun.members:
+        done = decoder(ModelOutput).decode(encode(worker.run(batch)))
+    else:
+        worker.take_in(batch)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, done)
+    return {rank: each for rank, each in enumerate(said) if each is not None}
 
 
 @contextmanager
-def _planned(settings: ServerConfig) -> Iterator[list[int]]:
+def _planned(settings: EngineConfig) -> Iterator[list[int]]:
     """Adds up the bytes of the iterations' plans in which no rank before this one has a part."""
     import torch.distributed as dist
 
@@ -187,18 +158,21 @@ def _planned(settings: ServerConfig) -> Iterator[list[int]]:
         yield total
 
 
-def _model_of(settings: ServerConfig) -> ServedModel:
+def _model_of(settings: EngineConfig) -> ServedModel:
     return read_model(settings.model, torch.float32, settings.tensor_parallel_size)
 
 
-def _moved_row_bytes(settings: ServerConfig) -> int:
+def _moved_row_bytes(settings: EngineConfig) -> int:
     """Bytes of a row's keys and values in all layers, on all processes of a rank."""
     model = _model_of(settings)
     return len(model.windows) * model.shape.kv_row_bytes * settings.tensor_parallel_size
 
 
-def numbers_of(stats: Any) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in stats.__struct_fields__ if name != "ranks"}
+def numbers_of(engine: Any) -> dict[str, Any]:
+    """Numbers of an engine and its scheduler."""
+    scheduler, counts = engine.scheduler, engine.counts
+    found = {name: getattr(scheduler, name) for name in ("preemptions", "looked_up", "found")}
+    return found | {name: getattr(counts, name) for name in ("computed", "bytes_moved")}
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -207,13 +181,13 @@ def tokens(count: int, seed: int) -> list[int]:
 
 def settings_of(
     path: str, world_size: int, chunk: int, layout: LayoutChoice | None = None, **changes: Any
-) -> ServerConfig:
+) -> EngineConfig:
     model = read_model(path, torch.float32)
     if layout is not None:
         sliced = read_model(path, torch.float32, changes["tensor_parallel_size"])
         changes["split"] = split_model(sliced, layout)
     limits = SchedulerConfig(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
-    settings = ServerConfig(
+    settings = EngineConfig(
         path,
         "float32",
         model.windows,

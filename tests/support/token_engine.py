@@ -6,19 +6,16 @@ a wrong block, or one that another sequence was given too, gives a wrong answer.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 
 import numpy as np
 import torch
-import uvicorn
 
+from distca.inference.config import EngineConfig
+from distca.inference.engine import Iteration
 from distca.inference.messages import (
     AddRequest,
     ExecuteBatch,
@@ -31,15 +28,6 @@ from distca.inference.messages import (
 )
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.serve.api.app import Bounds, make_app
-from distca.serve.api.engine_client import EngineClient
-from distca.serve.api.metrics import Metrics
-from distca.serve.api.model import ApiModel
-from distca.serve.api.server import Address
-from distca.serve.engine.engine import EngineProcess
-from distca.serve.engine.messages import Dead, FromEngine, ToEngine, ToWorker
-from distca.serve.engine.settings import ServerConfig
-from support.byte_tokenizer import CHAT, chat_tokenizer
 from support.small_models import VOCABULARY
 
 
@@ -50,11 +38,11 @@ def token_settings(
     world_size: int = 2,
     caching: bool = True,
     positions: int = 96,
-) -> ServerConfig:
+) -> EngineConfig:
     """Settings of an engine without a model; sequences of 12 tokens are long."""
     limits = SchedulerConfig(sequences, tokens, block_size, short=12)
     sizes = positions, world_size, 1, "pass-kv", limits, block_size, 1 << 20, 0.9, caching, 60.0
-    return ServerConfig("no model", "float32", (None,), b"salt", *sizes)  # type: ignore[arg-type]
+    return EngineConfig("no model", "float32", (None,), b"salt", *sizes)  # type: ignore[arg-type]
 
 
 def choose(of: AddRequest | NewRequest, prompt: int, tokens: Sequence[int]) -> SampledToken:
@@ -100,49 +88,33 @@ class _Held:
 
 
 class TokenWorkers:
-    """All workers of an engine: what it sends to them.
+    """All workers of an engine.
 
     Args:
         settings: settings of the engine.
 
     Attributes:
-        done: what all of them say of the last iteration.
         held: sequences that they know.
         admitted: times that each sequence began to run.
-        under_way: whether a step has begun and not ended.
     """
 
-    def __init__(self, settings: ServerConfig) -> None:
+    def __init__(self, settings: EngineConfig) -> None:
         self._size = settings.block_size
-        self._decoder = decoder(ToWorker)
+        self._decoder = decoder(ExecuteBatch)
         self._rows: dict[tuple[int, int], list[int]] = {}
         self._next = 0
-        self.done: list[ModelOutput] = []
         self.held: dict[int, _Held] = {}
         self.admitted: Counter[int] = Counter()
-        self.under_way = False
 
-    def send(self, message: ToWorker) -> None:
-        """See `Workers`; the message is encoded, as on its way."""
-        self._decoder.decode(encode(message))
-
-    def start(self, iteration: ExecuteBatch, parts: Collection[int]) -> None:
-        """See `Workers`; those without a part are told of it at once, too."""
-        chosen, scores = self._run(self._decoder.decode(encode(iteration)))
-        self.done = []
-        for rank in sorted(parts):
-            self.done.append(ModelOutput(rank, iteration.number, chosen, 1, 0, 0.0, 0.0, scores))
+    def run(self, begun: Iteration) -> dict[int, ModelOutput]:
+        """Runs an iteration, which is encoded as on its way; returns what its members say."""
+        chosen, scores = self._run(self._decoder.decode(encode(begun.batch)))
+        done = {}
+        for rank in sorted(begun.members):
+            told = ModelOutput(rank, begun.batch.number, chosen, 1, 0, 0.0, 0.0, scores)
+            done[rank] = told
             chosen, scores = [], []
-
-    def begin_step(self) -> None:
-        """See `Workers`; a step that never ends would be taken to hang."""
-        assert not self.under_way, "the step before has not ended"
-        self.under_way = True
-
-    def end_step(self) -> None:
-        """See `Workers`."""
-        assert self.under_way, "no step has begun"
-        self.under_way = False
+        return done
 
     def _run(self, iteration: ExecuteBatch) -> tuple[list[SampledToken], list[Scores]]:
         assert iteration.number == self._next, "an iteration is missing"
@@ -173,118 +145,3 @@ class TokenWorkers:
                 seen = rows[: feed.start + feed.count]
                 chosen.append(choose(sequence.admitted, sequence.admitted.prompt, seen))
         return chosen, [each for each in scores if each.tokens]
-
-
-class _Wire:
-    """Both sockets between an API process and its engine."""
-
-    def __init__(self) -> None:
-        self.to_engine: asyncio.Queue[bytes] = asyncio.Queue()
-        self._to_api: asyncio.Queue[bytes] = asyncio.Queue()
-
-    def from_engine(self, encoded: bytes) -> None:
-        """Sends what the engine says."""
-        self._to_api.put_nowait(encoded)
-
-    async def send(self, encoded: bytes) -> None:
-        """Sends to the engine, as a socket of zmq."""
-        self.to_engine.put_nowait(encoded)
-
-    async def recv(self) -> bytes:
-        """Receives from the engine, likewise."""
-        return await self._to_api.get()
-
-
-class _EngineSide:
-    """The engine's end of the wire, whose calls do not wait."""
-
-    def __init__(self, wire: _Wire) -> None:
-        self.send = wire.from_engine
-
-
-class EngineHere(EngineClient):
-    """A client whose engine runs on its own event loop.
-
-    Args:
-        settings: settings of the engine.
-        metrics: numbers of the server, which are given those of the engine.
-        blocks: blocks of each rank's pool.
-        seconds: seconds of an iteration.
-    """
-
-    def __init__(
-        self, settings: ServerConfig, metrics: Metrics, blocks: int, seconds: float
-    ) -> None:
-        super().__init__(settings, on_stats=lambda stats: setattr(metrics, "stats", stats))
-        self._blocks, self._seconds = blocks, seconds
-
-    async def start(self) -> None:
-        self._decoder = decoder(FromEngine)
-        wire = self._socket = _Wire()  # type: ignore[assignment]
-        workers = TokenWorkers(self.settings)
-        engine = EngineProcess(self.settings, _EngineSide(wire), workers)  # type: ignore[arg-type]
-        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reader = asyncio.create_task(self._read(started))
-        self._engine = asyncio.create_task(self._serve(engine, workers, wire))
-        await started
-
-    async def close(self) -> None:
-        for task in (self._engine, self._reader):
-            task.cancel()
-
-    async def _serve(self, engine: EngineProcess, workers: TokenWorkers, wire: _Wire) -> None:
-        read = decoder(ToEngine)
-        try:
-            engine.begin(self._blocks, 1)
-            while True:
-                busy = engine.start_iteration()
-                await asyncio.sleep(self._seconds if busy else 0)
-                while not busy or not wire.to_engine.empty():
-                    engine.take(read.decode(await wire.to_engine.get()))
-                    busy = True
-                done, workers.done = workers.done, []
-                for each in done:
-                    engine.take_done(each)
-        except Exception as error:
-            wire.from_engine(encode(Dead(f"{type(error).__name__}: {error}")))
-            raise
-
-
-@contextmanager
-def api_here(
-    keys: tuple[str, ...] = (),
-    chat_template: str | None = CHAT,
-    positions: int = 64,
-    sequences: int = 8,
-    seconds: float = 0.0,
-) -> Iterator[str]:
-    """A server's API over HTTP, in a thread of this process; gives its URL.
-
-    Args:
-        keys: API keys.
-        chat_template: template of conversations.
-        positions: most tokens of a sequence.
-        sequences: most sequences that are answered or wait.
-        seconds: seconds of an iteration.
-    """
-    listening = Address("127.0.0.1", 0).bind()
-    host, port = listening.getsockname()
-    metrics = Metrics()
-    sizes = positions, VOCABULARY, frozenset({259})
-    model = ApiModel(("small",), chat_tokenizer(), *sizes, {}, chat_template, Random(0))
-    client = EngineHere(token_settings(positions=positions), metrics, positions, seconds)
-    app = make_app(model, client, metrics, Bounds(sequences, keys))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-
-    async def serve() -> None:
-        await client.start()
-        await server.serve(sockets=[listening])
-        await client.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()

@@ -29,7 +29,7 @@ _TOKENS = 8
 def check_answers(context: Context) -> Found:
     """Holds answers of each family against one process's, eager and with CUDA graphs."""
     if importlib.util.find_spec("transformers") is None:
-        raise NotRun("transformers is not installed: pip install 'distca[serve]'")
+        raise NotRun("transformers is not installed: pip install 'distca[inference]'")
     ways = [("eager", True), ("CUDA graphs", False)] if context.on_gpu else [("eager", True)]
     for (family, strategy), (way, eager) in itertools.product(FAMILIES.items(), ways):
         folder = str(save_small_model(family, context.folder))

@@ -24,7 +24,7 @@ _SHORT = [n % VOCABULARY for n in range(3, 9)]
 def check_memory(context: Context) -> Found:
     """Fills pools: answers stay the same, and a GPU's memory is enough for all graphs."""
     if importlib.util.find_spec("transformers") is None:
-        raise NotRun("transformers is not installed: pip install 'distca[serve]'")
+        raise NotRun("transformers is not installed: pip install 'distca[inference]'")
     folder = save_small_model("llama", context.folder, max_position_embeddings=_POSITIONS)
     model = read_model(str(folder), context.dtype)
     blocks = _crowd(context, model)

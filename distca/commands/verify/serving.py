@@ -28,7 +28,7 @@ _TOKENS, _SEQUENCES = 16, 8
 def measure_serving(context: Context) -> Found:
     """Times one long prompt on all ranks, and answers of several sequences."""
     if importlib.util.find_spec("transformers") is None:
-        raise NotRun("transformers is not installed: pip install 'distca[serve]'")
+        raise NotRun("transformers is not installed: pip install 'distca[inference]'")
     length = _LARGE_PROMPT if context.is_fast else _SMALL_PROMPT
     sizes = _LARGE if context.is_fast else {}
     folder = save_small_model("llama", context.folder, max_position_embeddings=2 * length, **sizes)

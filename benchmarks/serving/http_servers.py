@@ -1,18 +1,15 @@
-"""Systems that answer prompts, for `serving.py`: servers, and `generate` in a process."""
+"""Servers of OpenAI's routes in processes of their own, for benchmarks."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,6 @@ from typing import Any
 import httpx
 
 VOCABULARY = 1000
-SHORT = "w1 w2 w3 w4 w5 w6 w7 w8"
 
 
 @dataclass(frozen=True)
@@ -91,11 +87,6 @@ def tree_of(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in tree_of(child))]
 
 
-def is_ours(pid: int) -> bool:
-    """Whether a process is not the one that Python starts to track resources."""
-    return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 class Server:
     """A server in processes of its own.
 
@@ -141,11 +132,6 @@ class Server:
         """The last line that it wrote."""
         self._log.seek(0)
         return (self._log.read().strip().splitlines() or ["no word"])[-1]
-
-    def number(self, name: str) -> float:
-        """A number of distca's metrics."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"distca:{name}"))
 
     def ask(self, asked: Sequence[Asked]) -> list[Answered]:
         """Asks as requests arrive, and reads their streams."""
@@ -194,107 +180,3 @@ def serving(*args: Any, **kwargs: Any) -> Iterator[Server]:
         yield server
     finally:
         server.close()
-
-
-def generate(folder: str, batch: int, loads: Sequence[Sequence[Asked]], pipe: Any) -> None:
-    """Answers by transformers' `generate`, so many at a time: the main function of a process.
-
-    A batch is as long as its longest answer; all its tokens count as streamed when they are made.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    times: list[float] = []
-
-    def clock(ids: Any, scores: Any) -> Any:
-        times.append(time.perf_counter())
-        return scores
-
-    def answer(asked: Sequence[Asked], begin: float) -> list[Answered]:
-        rows = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True)
-        prompt = rows["input_ids"].shape[1]
-        times.clear()
-        with torch.no_grad():
-            out = model.generate(
-                input_ids=rows["input_ids"],
-                attention_mask=rows["attention_mask"],
-                max_new_tokens=max(each.tokens for each in asked),
-                do_sample=False,
-                logits_processor=LogitsProcessorList([clock]),
-            )
-        return [
-            Answered(
-                tokenizer.decode(row[prompt : prompt + each.tokens], skip_special_tokens=True),
-                times[0] - begin - each.arrival,
-                times[each.tokens - 1] - begin - each.arrival,
-            )
-            for row, each in zip(out, asked, strict=True)
-        ]
-
-    answer([Asked(0.0, SHORT, 8)], 0.0)
-    for load in loads:
-        before, begin = time.process_time(), time.perf_counter()
-        found: list[Answered] = []
-        while len(found) < len(load):
-            now = time.perf_counter() - begin
-            waiting = [each for each in load[len(found) :] if each.arrival <= now][:batch]
-            if waiting:
-                found += answer(waiting, begin)
-            else:
-                time.sleep(load[len(found)].arrival - now)
-        pipe.send((found, time.process_time() - before))
-
-
-def systems(folder: str) -> dict[str, Callable[[list[list[Asked]]], list[Any]]]:
-    """What answers loads, by name: a function that gives answers and CPU seconds of each."""
-
-    def generated(batch: int, loads: list[list[Asked]]) -> list[Any]:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=generate, args=(folder, batch, loads, theirs), daemon=True)
-        process.start()
-        found = [ours.recv() for _ in loads]
-        process.join()
-        return found
-
-    def served(command: Sequence[str], loads: list[list[Asked]]) -> list[Any]:
-        found = []
-        with serving(command, folder) as server:
-            server.ask([Asked(0.0, SHORT, 8)] * 2)
-            for load in loads:
-                before = cpu_seconds(server.pids)
-                answers = server.ask(load)
-                found.append((answers, cpu_seconds(server.pids) - before))
-        return found
-
-    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", folder]
-    theirs += ["--device", "cpu", "--port", "{port}", "--log-level", "error"]
-    return {
-        "`generate`, one at a time": lambda loads: generated(1, loads),
-        "`generate`, all that wait": lambda loads: generated(64, loads),
-        "`transformers serve`": lambda loads: served(theirs, loads),
-        "`transformers serve`, continuous batching": lambda loads: served(
-            [*theirs, "--continuous-batching"], loads
-        ),
-        "`vllm serve`": lambda loads: served(["vllm", "serve", folder, "--port", "{port}"], loads),
-        "`distca serve`, 1 rank": lambda loads: served(distca(folder, 1), loads),
-        "`distca serve`, 2 ranks": lambda loads: served(distca(folder, 2), loads),
-    }
-
-
-def missing(name: str) -> str | None:
-    """Says what a system lacks here."""
-    needed = {"`transformers serve`": "accelerate", "`vllm": "vllm"}
-    for begin, package in needed.items():
-        if name.startswith(begin) and importlib.util.find_spec(package) is None:
-            return f"not run: {package} is not installed"
-    return None
-
-
-def distca(folder: str, ranks: int) -> list[str]:
-    """The command of our server."""
-    command = [sys.executable, "-m", "distca", "serve", folder, "--port", "{port}"]
-    command += ["--context-parallel-size", str(ranks), "--context-parallel-threshold", "512"]
-    return [*command, "--disable-uvicorn-access-log"]

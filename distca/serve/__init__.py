@@ -1,1 +1,0 @@
-"""Inference: models of transformers whose core attention the ranks share."""

@@ -1,1 +1,0 @@
-"""The API process of a server: HTTP as OpenAI's clients speak it, and text."""

@@ -1,1 +1,0 @@
-"""The engine of a server: it schedules, numbers iterations, and has workers run them."""

@@ -1,1 +1,0 @@
-"""A server with ranks that prefill and ranks that decode: its engine, its workers, the hand-off."""
