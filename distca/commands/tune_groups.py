@@ -23,6 +23,9 @@ Prompts of several lengths run alone on 1, 2, 4, ... ranks of this machine. Thei
 to Eq. 1 of Tetris.
 """
 
+_STRIDE = 64
+"""Stride of lengths in the search for the shortest prompt that is worth sharing out."""
+
 
 def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
@@ -113,8 +116,43 @@ def main(argv: Sequence[str]) -> int:
             f"{each.tokens:,} tokens on {each.degree} rank{'s' * (each.degree > 1)}: "
             f"{each.seconds:.4g} s, fitted {fitted:.4g} s\n"
         )
-    sys.stdout.write(f"written to {args.output}\n")
+    sys.stdout.write(f"written to {args.output}\n{_advice(times, model.positions)}\n")
     return 0
+
+
+def worth_sharing(times: PrefillModel, degree: int, positions: int) -> int | None:
+    """Finds from which length on a group is faster than one rank.
+
+    Args:
+        times: seconds of prefills.
+        degree: ranks of the group.
+        positions: most tokens of a prompt.
+
+    Returns:
+        Tokens, a multiple of 64 but for the longest prompt; None: no prompt is faster.
+    """
+    found = None
+    for tokens in (positions, *range(positions // _STRIDE * _STRIDE, 0, -_STRIDE)):
+        if times.seconds(degree, 0, tokens) >= times.seconds(1, 0, tokens):
+            break
+        found = tokens
+    return found
+
+
+def _advice(times: PrefillModel, positions: int) -> str:
+    """Says which prompts are worth sharing out."""
+    degree = times.degrees[-1]
+    if degree == 1:
+        return "one rank shares nothing: measure more ranks to learn which prompts gain"
+    tokens = worth_sharing(times, degree, positions)
+    if tokens is None:
+        return (
+            f"no prompt of up to {positions:,} tokens is faster on {degree} ranks than on one here"
+        )
+    return (
+        f"from {tokens:,} tokens on {degree} ranks are faster than one: distca_min_tokens "
+        f"{tokens} of vLLM's connector, if vLLM's own prefill is as fast as one rank"
+    )
 
 
 def _lengths(positions: int) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from distca.commands.generate import build_parser
 from distca.commands.main import main
 from distca.commands.rank_groups import served_groups
+from distca.commands.tune_groups import worth_sharing
 from distca.inference.machine import hardware
 from distca.inference.models import read_model
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel
@@ -41,6 +42,7 @@ def test_measured_times_give_prompts_their_groups(
     assert PrefillModel.load(times).degrees == (1, 2)
     assert "64 tokens on 2 ranks: " in out
     assert "32 tokens on 1 rank: " in out
+    assert "ranks are faster than one: distca_min_tokens " in out or "no prompt of up to" in out
     # Prompts that wait for both ranks: the second one is begun on fewer, or later.
     prompts.write_text(json.dumps([[n % 97 for n in range(length)] for length in (200, 300, 7)]))
     generate = Command("generate", capsys)
@@ -53,6 +55,15 @@ def test_measured_times_give_prompts_their_groups(
     # A group of one rank moves nothing.
     out = generate.run(model, *flags, "--rank-groups", "fixed-1", *groups[2:], "--check")
     assert "9 of 9 tokens the same: equal" in out
+
+
+def test_the_shortest_prompt_that_is_worth_sharing_is_found() -> None:
+    """A prompt of 1,000 tokens takes as long on two ranks as on one, a longer one less."""
+    of_ranks = {1: Coefficients(0.0, 1.0, 0.0, 0.0), 2: Coefficients(500.0, 0.5, 0.0, 0.0)}
+    times = PrefillModel("here", "small", of_ranks)
+    assert worth_sharing(times, 2, 4096) == 1024
+    assert worth_sharing(times, 2, 1010) == 1010
+    assert worth_sharing(times, 2, 900) is None
 
 
 def test_flags_say_how_groups_grow(model: str, tmp_path: Path) -> None:
