@@ -32,7 +32,7 @@ from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
-from distca.inference.config import EngineConfig
+from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from distca.inference.engine import Engine, Iteration
 from distca.inference.messages import (
     AddRequest,
@@ -97,9 +97,12 @@ class Decoding:
         size, count = setting.block_size, setting.sequences
         self.blocks = count * ((setting.tokens + 2000) // setting.ranks // size + 3)
         windows = tuple(mask.window_left for mask in MASKS)
-        limits = SchedulerConfig(count, count * (setting.tokens + 1), setting.stripe, 0)
-        sizes = setting.ranks, 1, "pass-q", limits, size, None, 0.9, False, 60.0
-        config = EngineConfig("", "", windows, b"", setting.tokens + 2000, *sizes)
+        config = EngineConfig(
+            ModelConfig("", "", windows, setting.tokens + 2000),
+            SchedulerConfig(count, count * (setting.tokens + 1), setting.stripe, 0),
+            ParallelConfig(setting.ranks, strategy="pass-q"),
+            CacheConfig(size, None, prefix_caching=False),
+        )
         self.engine = Engine(config, self.blocks)
         self._read = decoder(ExecuteBatch)
         self._owners: dict[int, Int64s] = {}

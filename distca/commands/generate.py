@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         shown.answers(rows)
         tokens = sum(len(answer.token_ids) for answer in answers)
         sys.stdout.write(
-            f"{tokens} tokens on {config.world_size} ranks, {tokens / seconds:.1f} "
+            f"{tokens} tokens on {config.parallel.world_size} ranks, {tokens / seconds:.1f} "
             f"tokens/s; first token after {max(r['ttft_seconds'] for r in rows):.3f} s; "
             f"{sum(r['bytes_moved'] for r in rows):,} bytes moved; ranks started in "
             f"{loaded - begin:.1f} s\n"

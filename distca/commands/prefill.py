@@ -140,13 +140,13 @@ def main(argv: Sequence[str]) -> int:
 
     sys.stderr.write(
         f"distca prefill: {told}\n"
-        f"distca prefill: {config.world_size} ranks; vLLM reaches them at {_address(args)}\n"
+        f"distca prefill: {config.processes} ranks; vLLM reaches them at {_address(args)}\n"
     )
     try:
         torchrun(
             [
                 "--standalone",
-                *("--nproc-per-node", str(config.world_size)),
+                *("--nproc-per-node", str(config.parallel.world_size)),
                 *("--max-restarts", str(args.max_restarts)),
                 *("-m", "distca", "prefill", *argv),
             ]
@@ -199,7 +199,7 @@ def _configuration(args: argparse.Namespace) -> tuple[Any, str, Any]:
         gpu_utilization=args.gpu_memory_utilization,
     )
     positions = args.max_model_len or model.positions
-    config = replace(config, positions=min(positions, model.positions))
+    config = replace(config, model=replace(config.model, positions=min(positions, model.positions)))
     # torchrun's ranks may lie on several machines.
     if 0 < gpus < config.processes and read_torchrun() is None:
         raise ValueError(
@@ -227,7 +227,7 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
         facts = model_facts(model.config, folder, args.dtype, model.frequencies)
         welcome = Welcome(
             "",
-            config.world_size,
+            config.parallel.world_size,
             args.max_num_batched_tokens,
             len(model.windows),
             rank.capacity,

@@ -88,9 +88,10 @@ class Engine:
 
     def __init__(self, config: EngineConfig, blocks: int) -> None:
         self._config = config
-        pool = BlockPool(config.world_size, blocks, config.block_size)
-        self.cache = PrefixCache(pool, config.prefix_caching)
-        self.scheduler = Scheduler(self.cache, config.limits, config.salt, config.sparse_salt)
+        pool = BlockPool(config.parallel.world_size, blocks, config.cache.block_size)
+        self.cache = PrefixCache(pool, config.cache.prefix_caching)
+        salts = config.model.salt, config.sparse_salt
+        self.scheduler = Scheduler(self.cache, config.scheduler, *salts)
         self.counts = EngineCounts()
         self._requests: dict[int, AddRequest] = {}
         self._tokens: dict[int, list[int]] = {}
@@ -243,7 +244,7 @@ class Engine:
         if batch.moves or not config.members_only:
             return range(config.processes)
         ranks = set[int]().union(*(self._holders[feed.sequence] for feed in batch.feeds))
-        size = config.tensor_parallel_size
+        size = config.parallel.tensor_parallel_size
         return {rank * size + number for rank in ranks for number in range(size)}
 
     def _admit(self, feed: ScheduledTokens) -> NewRequest:
@@ -265,7 +266,7 @@ class Engine:
 
     def _entry(self, feed: ScheduledTokens) -> BatchEntry:
         ranks = np.array(self._ranks[feed.sequence], dtype=np.int64)
-        dense = not is_long(len(self._requests[feed.sequence].tokens), self._config.limits)
+        dense = not is_long(len(self._requests[feed.sequence].tokens), self._config.scheduler)
         return BatchEntry(feed.sequence, feed.start, feed.count, ranks, dense)
 
     def _end_failed(self, failed: Sequence[SampledToken]) -> list[SampledToken]:

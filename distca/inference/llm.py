@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from distca.inference.config import EngineConfig
+from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from distca.inference.engine import Engine, Iteration
 from distca.inference.finite import NotFiniteError
 from distca.inference.messages import AddRequest, ModelOutput, Output, SampledToken
@@ -142,26 +142,17 @@ def configure(
         evens_out=evens_out,
         growing=growing,
     )
+    groups = head_groups(model.shape.heads, model.shape.kv_heads, ranks)
+    dtype = str(model.dtype).removeprefix("torch.")
     return EngineConfig(
-        model.path,
-        str(model.dtype).removeprefix("torch."),
-        model.windows,
-        b"",
-        model.positions,
-        ranks,
-        model.tensor_parallel_size,
-        strategy,
+        ModelConfig(model.path, dtype, model.windows, model.positions),
         limits,
-        block_size,
-        cache_bytes,
-        gpu_utilization,
-        prefix_caching,
-        step_timeout,
+        ParallelConfig(
+            ranks, model.tensor_parallel_size, strategy, groups, split, transport, step_timeout
+        ),
+        CacheConfig(block_size, cache_bytes, gpu_utilization, prefix_caching),
         enforce_eager,
-        transport=transport,
-        head_groups=head_groups(model.shape.heads, model.shape.kv_heads, ranks),
-        split=split,
-        keeps_logits=keeps_logits,
+        keeps_logits,
         counts_bytes=True,
     )
 
@@ -303,7 +294,7 @@ class LLM:
         Returns:
             Seconds until it has ended.
         """
-        assert self._config.limits.growing is not None, "groups grow"
+        assert self._config.scheduler.growing is not None, "groups grow"
         return self._timed(tokens, None, frozenset(range(ranks)))[1]
 
     def _timed(self, tokens: int, chain: Chain | None, group: Ranks | None) -> tuple[float, float]:
@@ -330,7 +321,8 @@ class LLM:
         done = self._run(begun)
         moved = Counter[int]()
         for move in begun.batch.moves:
-            moved[move.sequence] += self._worker.block_bytes * self._config.tensor_parallel_size
+            size = self._config.parallel.tensor_parallel_size
+            moved[move.sequence] += self._worker.block_bytes * size
         for each in done.values():
             moved.update(each.planned_bytes)
         self.bytes_planned += moved.total()
@@ -397,7 +389,8 @@ def join_processes(config: EngineConfig) -> torch.device:
     """
     gpus = torch.cuda.is_available()
     if not dist.is_initialized():
-        backend, timeout = "nccl" if gpus else "gloo", timedelta(seconds=config.step_timeout)
+        backend = "nccl" if gpus else "gloo"
+        timeout = timedelta(seconds=config.parallel.step_timeout)
         if read_torchrun() is not None:
             store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
             store = dist.PrefixStore(_attempt(), store)  # type: ignore[attr-defined]

@@ -79,10 +79,10 @@ class PoolModel:
 
     def room(self, config: EngineConfig) -> int:
         """Returns the blocks that this rank has room for beside the weights."""
-        nbytes = config.cache_bytes
+        nbytes = config.cache.nbytes
         if nbytes is None:
             free, total = torch.cuda.mem_get_info(self.steps.pool.keys.device)
-            nbytes = max(free - int((1 - config.gpu_utilization) * total), 0)
+            nbytes = max(free - int((1 - config.cache.gpu_utilization) * total), 0)
         return nbytes // self.block_bytes
 
     def begin(self, blocks: int) -> None:

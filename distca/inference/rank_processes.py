@@ -261,7 +261,7 @@ def _start(config: EngineConfig, records: bool, rank: int, store: str) -> tuple[
         store=dist.FileStore(store, config.processes),  # type: ignore[attr-defined]
         rank=rank,
         world_size=config.processes,
-        timeout=timedelta(seconds=config.step_timeout),
+        timeout=timedelta(seconds=config.parallel.step_timeout),
     )
     trace = Trace(device)
     trace.recording = records
@@ -269,5 +269,5 @@ def _start(config: EngineConfig, records: bool, rank: int, store: str) -> tuple[
 
 
 def _name(config: EngineConfig, rank: int) -> str:
-    context, tensor = divmod(rank, config.tensor_parallel_size)
+    context, tensor = divmod(rank, config.parallel.tensor_parallel_size)
     return f"rank {rank}: context {context}, tensor {tensor}"

@@ -100,35 +100,35 @@ class Worker:
     ) -> None:
         self._settings, self._device = settings, device
         self._trace = trace or Trace(device)
-        size = settings.tensor_parallel_size
-        dtype, trusted = DTYPES[settings.dtype], settings.trust_remote_code
+        size = settings.parallel.tensor_parallel_size
+        dtype, trusted = DTYPES[settings.model.dtype], settings.model.trust_remote_code
         if model is None:
-            model = read_model(settings.model, dtype, size, trusted, checks_weights=False)
-        timeout = timedelta(seconds=settings.step_timeout)
+            model = read_model(settings.model.path, dtype, size, trusted, checks_weights=False)
+        timeout = timedelta(seconds=settings.parallel.step_timeout)
         group, tensor_ranks = join_ranks(size, timeout)
-        if settings.split is not None:
-            tensor_ranks = share_rows(tensor_ranks, settings.split, device, timeout)
+        if settings.parallel.split is not None:
+            tensor_ranks = share_rows(tensor_ranks, settings.parallel.split, device, timeout)
         self._process, self._rank = dist.get_rank(), group.rank()
-        self._transport = make_transport(settings.transport, group, device, timeout)
+        self._transport = make_transport(settings.parallel.transport, group, device, timeout)
         kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
         buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
         core = CoreAttention(self._transport, kernel, buffers, trace=self._trace)
-        servers = settings.limits.servers
-        computes = self._rank < settings.world_size - servers
+        servers = settings.scheduler.servers
+        computes = self._rank < settings.parallel.world_size - servers
         capture = capture_for(model, device, settings.enforce_eager) if computes else None
         # Moves of blocks have buffers of their own.
         self._model = PoolModel(
             model,
             core,
             device,
-            settings.block_size,
+            settings.cache.block_size,
             tensor_ranks,
             capture,
-            make_transport(settings.transport, group, device, timeout)
+            make_transport(settings.parallel.transport, group, device, timeout)
             if settings.moves_blocks
             else None,
             computes,
-            settings.split,
+            settings.parallel.split,
         )
         self._sequences: dict[int, _Sequence] = {}
         self._next, self._ran = 0, False
@@ -177,7 +177,7 @@ class Worker:
             The positions that lie on this rank, int64 `[rows]`, and their keys and values,
             `[rows, kv_heads, head_dim]`, copies of what the pool has.
         """
-        sequence, size = self._sequences[number], self._settings.block_size
+        sequence, size = self._sequences[number], self._settings.cache.block_size
         block = np.arange(start // size, -(-end // size))
         block = block[sequence.ranks[block] == self._rank]
         first, last = np.maximum(block * size, start), np.minimum((block + 1) * size, end)
@@ -211,10 +211,10 @@ class Worker:
         plan = plan_iteration(
             parts,
             settings.masks,
-            settings.block_size,
-            settings.world_size,
-            settings.strategy,
-            settings.head_groups,
+            settings.cache.block_size,
+            settings.parallel.world_size,
+            settings.parallel.strategy,
+            settings.parallel.head_groups,
         )
         planned = time.perf_counter()
         scoring = {
@@ -269,7 +269,7 @@ class Worker:
         alone = self._settings.processes == 1
         if not self._settings.counts_bytes or not plan.members or alone:
             return {}
-        if self._process != min(plan.members) * self._settings.tensor_parallel_size:
+        if self._process != min(plan.members) * self._settings.parallel.tensor_parallel_size:
             return {}
         return self._model.bytes_by_sequence()
 
@@ -293,7 +293,7 @@ class Worker:
         for number in changed:
             moved = self._sequences[number]
             self._model.set_blocks(number, moved.blocks[moved.ranks == self._rank].tolist())
-        parts, limits = [], self._settings.limits
+        parts, limits = [], self._settings.scheduler
         for feed in iteration.feed:
             sequence = self._sequences[feed.number]
             dense = not is_long(sequence.admitted.prompt, limits)

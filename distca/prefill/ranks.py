@@ -107,12 +107,12 @@ class PrefillRank:
     def __init__(
         self, config: EngineConfig, chunk: int, lease: float, model: ServedModel | None = None
     ) -> None:
-        assert config.tensor_parallel_size == 1, "rows of all heads lie on their rank"
+        assert config.parallel.tensor_parallel_size == 1, "rows of all heads lie on their rank"
         device = join_processes(config)
         self._config, self._chunk, self._lease = config, chunk, lease
         self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
         # What ranks agree on lies on the host.
-        timeout = timedelta(seconds=config.step_timeout)
+        timeout = timedelta(seconds=config.parallel.step_timeout)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._worker = Worker(config, device, model=model)
         self._worker.watch(self)
@@ -120,7 +120,7 @@ class PrefillRank:
         dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)
         self._worker.begin(int(blocks))
         self._engine = Engine(config, int(blocks))
-        self._layers = len(config.windows)
+        self._layers = len(config.model.windows)
         self._front: Front | None = None
         self._sender, self._now = Sender(lease), 0.0
         self._prompts: dict[int, _Prompt] = {}
@@ -134,7 +134,7 @@ class PrefillRank:
     @property
     def capacity(self) -> int:
         """Most tokens of a prompt."""
-        return min(self._engine.scheduler.capacity, self._config.positions)
+        return min(self._engine.scheduler.capacity, self._config.model.positions)
 
     @property
     def bytes_sent(self) -> int:
@@ -153,7 +153,7 @@ class PrefillRank:
             counts.ended,
             counts.tokens,
             counts.computed,
-            sum(map(cache.referenced, range(self._config.world_size))),
+            sum(map(cache.referenced, range(self._config.parallel.world_size))),
         )
 
     @property
@@ -213,10 +213,10 @@ class PrefillRank:
     def _join(self, join: Join) -> None:
         prefill, number = join.prefill, join.number
         try:
-            if len(prefill.tokens) > self._config.positions:
+            if len(prefill.tokens) > self._config.model.positions:
                 raise ValueError(
                     f"a prompt of {len(prefill.tokens):,} tokens is longer than the "
-                    f"{self._config.positions:,} positions of the model"
+                    f"{self._config.model.positions:,} positions of the model"
                 )
             self._engine.add(
                 AddRequest(

@@ -106,7 +106,7 @@ def test_what_ends_a_command_is_told(error, status, told, monkeypatch, capsys) -
             "missing: no such",
         ),
         ("generate missing --prompt x".split(), "missing: no such folder"),
-        ("serve missing --context-parallel-size 2".split(), "missing: no such folder"),
+        ("prefill missing --context-parallel-size 2".split(), "missing: no such folder"),
     ],
 )
 def test_values_of_which_nothing_can_be_made_are_told(

@@ -56,8 +56,8 @@ class _Ranks:
 
     def __call__(self, config: EngineConfig) -> _Ranks:
         # 640 tokens of three layers of two heads of 16, in float32.
-        assert config.cache_bytes is not None
-        assert config.cache_bytes >= 640 * 3 * 2 * 2 * 16 * 4
+        assert config.cache.nbytes is not None
+        assert config.cache.nbytes >= 640 * 3 * 2 * 2 * 16 * 4
         return self
 
     def __enter__(self) -> _Ranks:

@@ -92,7 +92,7 @@ def _chain(_: str) -> dict[str, Any]:
     from distca.schedule.serving.partitions import Chain
     from support.engines import BLOCK
 
-    return {"limits": SchedulerConfig(8, 16, BLOCK, 12, chain=Chain(3, (0.5, 0.3, 0.2)))}
+    return {"scheduler": SchedulerConfig(8, 16, BLOCK, 12, chain=Chain(3, (0.5, 0.3, 0.2)))}
 
 
 def _sparse(ranks: int, kept: float) -> Callable[[str], dict[str, Any]]:
@@ -162,7 +162,7 @@ def _growing(_: str) -> dict[str, Any]:
     # Ten tokens are as soon computed by one rank as by two.
     of_ranks = {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
     growing = GrowingGroups(Search(PrefillModel("any", "any", of_ranks), smallest_chunk=BLOCK))
-    return {"limits": SchedulerConfig(8, 48, BLOCK, 12, growing=growing)}
+    return {"scheduler": SchedulerConfig(8, 48, BLOCK, 12, growing=growing)}
 
 
 INFERENCE_MIXES: Sequence[InferenceMix] = (

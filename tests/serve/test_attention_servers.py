@@ -36,7 +36,7 @@ def test_answers_are_one_processs(
 ) -> None:
     path = str(save_small_model(family, tmp_path))
     settings = settings_of(path, world_size, 16, **changes)
-    settings = replace(settings, limits=replace(settings.limits, servers=servers))
+    settings = replace(settings, scheduler=replace(settings.scheduler, servers=servers))
     submits = [
         (number, 0, tokens(length, number), SamplingParams(max_tokens=10), Penalties())
         for number, length in enumerate([40, 6, 23, 57])
@@ -48,7 +48,7 @@ def test_answers_are_one_processs(
     loaded = model.load(torch.device("cpu"), "eager")
     for submit in submits:
         assert answered.tokens[submit[0]] == one_process(loaded, submit), submit[0]
-    size = settings.tensor_parallel_size
+    size = settings.parallel.tensor_parallel_size
     computing = (world_size - servers) * size
     assert all(answered.weights[:computing])
     assert answered.weights[computing:] == [0] * (servers * size)

@@ -20,7 +20,7 @@ from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
-from support.engines import BLOCK, one_process, run_on_a_rank, settings_of, tokens
+from support.engines import BLOCK, changed, one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
 
@@ -66,9 +66,9 @@ def requests() -> list[tuple]:
         # Pools for 1.5 prompts: sequences give up their blocks.
         ("llama", 2, 16, 7, {}),
         ("llama", 3, 64, 60, {"strategy": "pass-q"}),
-        ("llama", 3, 16, 60, {"limits": SchedulerConfig(8, 16, BLOCK, 12, chain=CHAIN)}),
-        ("llama", 4, 48, 60, {"limits": SchedulerConfig(8, 48, BLOCK, 12, growing=GROWING)}),
-        ("gemma3_text", 3, 32, 7, {"limits": SchedulerConfig(8, 32, BLOCK, 0, growing=GROWING)}),
+        ("llama", 3, 16, 60, {"scheduler": SchedulerConfig(8, 16, BLOCK, 12, chain=CHAIN)}),
+        ("llama", 4, 48, 60, {"scheduler": SchedulerConfig(8, 48, BLOCK, 12, growing=GROWING)}),
+        ("gemma3_text", 3, 32, 7, {"scheduler": SchedulerConfig(8, 32, BLOCK, 0, growing=GROWING)}),
         ("gemma3_text", 2, 512, 60, {"prefix_caching": False, "transport": "shm"}),
         ("llama", 2, 64, 60, {"tensor_parallel_size": 2, "strategy": SLOW_LINKS}),
         ("llama", 3, 64, 60, {"strategy": "sp-ntp", "head_groups": 4}),
@@ -98,7 +98,7 @@ def test_answers_are_one_processs(
         assert told[submit[0]] == one_process(loaded, submit), submit[0]
     assert after == [(blocks, 0, 0)] * world_size
     assert (stats["preemptions"] > 0) == (blocks == 7)
-    assert (stats["found"] > 0) == settings.prefix_caching
+    assert (stats["found"] > 0) == settings.cache.prefix_caching
     assert (stats["bytes_moved"] > 0) == (settings.processes > 1)
     assert stats["bytes_moved"] == results[0].planned
 
@@ -109,7 +109,7 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
     loaded = model.load(torch.device("cpu"), "eager")
     levels = Levels(Links(2), 3)
     settings = settings_of(
-        models["llama"], 3, 12, limits=SchedulerConfig(4, 12, BLOCK, 12, chain=levels)
+        models["llama"], 3, 12, scheduler=SchedulerConfig(4, 12, BLOCK, 12, chain=levels)
     )
     begin, sampling = tokens(44, 3), SamplingParams(max_tokens=6)
     # Of a long prompt's chunks of 12 tokens each has blocks of all ranks.
@@ -120,7 +120,7 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
     for drop in (0.0, 0.7):
         sparsity = Sparsity.of_drop_ratio(drop, len(model.windows), model.shape.kv_heads)
         strategy = NearToFar(levels, sparsity, model.windows)
-        how = replace(settings, strategy=strategy)
+        how = changed(settings, strategy=strategy)
         answered = ranks.run(run_on_a_rank, how, 60, submits, 0, 0, world_size=3)[0]
         assert answered.numbers["bytes_moved"] == answered.planned
         exact = [not drop or len(prompt) < 12 for prompt in prompts]

@@ -91,6 +91,6 @@ def test_growing_groups_and_chains_exclude_each_other(tmp_path: Path) -> None:
     model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
     times = PrefillModel("any", "any", {1: Coefficients(0.0, 1.0, 0.0, 0.0)})
     growing = GrowingGroups(Search(times))
-    assert configure(model, 2, growing=growing).limits.growing is growing
+    assert configure(model, 2, growing=growing).scheduler.growing is growing
     with pytest.raises(ValueError, match="leave the chain"):
         configure(model, 2, growing=growing, chain=Chain(2, (0.5, 0.5)))

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from distca.inference.config import EngineConfig
+from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from distca.inference.models import ServedModel, read_model
 from distca.inference.sequence_parallel import split_model
 from distca.schedule.serving.csps.layouts import LayoutChoice
@@ -99,7 +99,7 @@ def run_on_a_rank(
     cache.reset()
     ranks = [
         (cache.free(rank), cache.referenced(rank), cache.cached(rank))
-        for rank in range(settings.world_size)
+        for rank in range(settings.parallel.world_size)
     ]
     weights, counted = ([0] * dist.get_world_size() for _ in range(2))
     dist.all_gather_object(weights, worker.weight_bytes)
@@ -139,7 +139,7 @@ def _planned(settings: EngineConfig) -> Iterator[list[int]]:
 
     def recording(*arguments: Any) -> Any:
         plan = plan_iteration(*arguments)
-        if dist.get_rank() != min(plan.members) * settings.tensor_parallel_size:
+        if dist.get_rank() != min(plan.members) * settings.parallel.tensor_parallel_size:
             return plan
         for layer, window in enumerate(model.windows):
             mask, moved = Mask(window), 0
@@ -148,9 +148,9 @@ def _planned(settings: EngineConfig) -> Iterator[list[int]]:
                 moved += stepped_bytes(of_layer, model.shape).total
             if plan.decode is not None:
                 moved += int(plan.decode.bytes_by_sequence(mask, model.shape).sum())
-            total[0] += moved * settings.tensor_parallel_size
-        if settings.split is not None and plan.chunks is not None:
-            shared = settings.split.share(int(plan.new_tokens.sum()))
+            total[0] += moved * settings.parallel.tensor_parallel_size
+        if settings.parallel.split is not None and plan.chunks is not None:
+            shared = settings.parallel.split.share(int(plan.new_tokens.sum()))
             total[0] += 0 if shared is None else shared.bytes_moved
         return plan
 
@@ -159,13 +159,13 @@ def _planned(settings: EngineConfig) -> Iterator[list[int]]:
 
 
 def _model_of(settings: EngineConfig) -> ServedModel:
-    return read_model(settings.model, torch.float32, settings.tensor_parallel_size)
+    return read_model(settings.model.path, torch.float32, settings.parallel.tensor_parallel_size)
 
 
 def _moved_row_bytes(settings: EngineConfig) -> int:
     """Bytes of a row's keys and values in all layers, on all processes of a rank."""
     model = _model_of(settings)
-    return len(model.windows) * model.shape.kv_row_bytes * settings.tensor_parallel_size
+    return len(model.windows) * model.shape.kv_row_bytes * settings.parallel.tensor_parallel_size
 
 
 def numbers_of(engine: Any) -> dict[str, Any]:
@@ -186,24 +186,29 @@ def settings_of(
     if layout is not None:
         sliced = read_model(path, torch.float32, changes["tensor_parallel_size"])
         changes["split"] = split_model(sliced, layout)
-    limits = SchedulerConfig(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
     settings = EngineConfig(
-        path,
-        "float32",
-        model.windows,
-        b"salt",
-        96,
-        world_size,
-        1,
-        "pass-kv",
-        limits,
-        BLOCK,
-        1 << 20,
-        0.9,
-        True,
-        60.0,
+        ModelConfig(path, "float32", model.windows, 96, b"salt"),
+        SchedulerConfig(sequences=8, tokens=chunk, stripe=BLOCK, short=12),
+        ParallelConfig(world_size, step_timeout=60.0),
+        CacheConfig(BLOCK, 1 << 20),
     )
-    return replace(settings, **changes)
+    return changed(settings, **changes)
+
+
+def changed(settings: EngineConfig, **changes: Any) -> EngineConfig:
+    """Replaces fields of a configuration, or of the part that has a field of that name."""
+    for name, value in changes.items():
+        if hasattr(settings, name):
+            settings = replace(settings, **{name: value})
+            continue
+        (part,) = (
+            each
+            for each in ("model", "parallel", "cache")
+            if hasattr(getattr(settings, each), name)
+        )
+        values = replace(getattr(settings, part), **{name: value})
+        settings = replace(settings, **{part: values})
+    return settings
 
 
 def one_process(loaded: Any, submit: tuple) -> list[int]:

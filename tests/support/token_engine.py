@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from distca.inference.config import EngineConfig
+from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from distca.inference.engine import Iteration
 from distca.inference.messages import (
     AddRequest,
@@ -40,9 +40,12 @@ def token_settings(
     positions: int = 96,
 ) -> EngineConfig:
     """Settings of an engine without a model; sequences of 12 tokens are long."""
-    limits = SchedulerConfig(sequences, tokens, block_size, short=12)
-    sizes = positions, world_size, 1, "pass-kv", limits, block_size, 1 << 20, 0.9, caching, 60.0
-    return EngineConfig("no model", "float32", (None,), b"salt", *sizes)  # type: ignore[arg-type]
+    return EngineConfig(
+        ModelConfig("no model", "float32", (None,), positions, b"salt"),
+        SchedulerConfig(sequences, tokens, block_size, short=12),
+        ParallelConfig(world_size),
+        CacheConfig(block_size, 1 << 20, prefix_caching=caching),
+    )
 
 
 def choose(of: AddRequest | NewRequest, prompt: int, tokens: Sequence[int]) -> SampledToken:
@@ -99,7 +102,7 @@ class TokenWorkers:
     """
 
     def __init__(self, settings: EngineConfig) -> None:
-        self._size = settings.block_size
+        self._size = settings.cache.block_size
         self._decoder = decoder(ExecuteBatch)
         self._rows: dict[tuple[int, int], list[int]] = {}
         self._next = 0
