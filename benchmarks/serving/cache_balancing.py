@@ -49,11 +49,12 @@ from distca.inference.tensor_parallel import ALONE
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
+from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_growth
+from distca.simulate.serving.prefill_blocks import PrefillBlocks
 from distca.transport import CollectiveTransport, Transport, new_exchange_group
 from distca.transport.ablation import Signal, SingleStream
 

@@ -10,14 +10,11 @@ import pytest
 
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp import Chunk
-from distca.schedule.serving.cdsp.lines import Lines
-from distca.schedule.serving.cdsp.prefill_blocks import (
-    Piece,
-    PrefillBlocks,
-    cut_at_blocks,
-)
+from distca.schedule.serving.cdsp.pieces import Piece, cut_at_blocks
 from distca.schedule.serving.cdsp.strategies import PREFILL_STRATEGIES, strategy_of
 from distca.schedule.serving.prefix_cache import Block, PrefixCache
+from distca.simulate.requests.lines import Lines
+from distca.simulate.serving.prefill_blocks import PrefillBlocks
 
 SIZE = 4
 

@@ -12,15 +12,14 @@ import pytest
 from distca.schedule.serving.cdsp import (
     TABLE_1,
     Coefficients,
-    DecodeRank,
     ImprovementRates,
     Load,
     Prefill,
     PrefillModel,
-    choose_decode_rank,
     least_by_rate,
     published_model,
 )
+from distca.simulate.requests.decode_ranks import DecodeRank, choose_decode_rank
 
 MODEL = published_model()
 

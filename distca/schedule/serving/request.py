@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distca.schedule.serving.cdsp.groups import Ranks
-from distca.schedule.serving.cdsp.prefill_blocks import Piece
+from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block
 

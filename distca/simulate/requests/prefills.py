@@ -6,10 +6,10 @@ from distca.schedule.serving.cdsp import (
     LOAD_AWARE,
     ImprovementRates,
     Load,
-    PrefillQueue,
 )
 from distca.schedule.serving.cdsp.strategies import strategy_of
 from distca.simulate.requests.cluster import ServingCluster
+from distca.simulate.requests.prefill_queue import PrefillQueue
 from distca.simulate.requests.traces import RequestTrace
 
 EAGER = ImprovementRates({0.0: 0.0})

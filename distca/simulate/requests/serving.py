@@ -19,12 +19,10 @@ from typing import cast
 
 from distca.schedule.serving.blocks import BlockPool, Blocks
 from distca.schedule.serving.cdsp import (
-    DecodeRank,
     ImprovementRates,
     PrefillPlan,
     Receiver,
     Sender,
-    choose_decode_rank,
     receive,
     send,
 )
@@ -47,8 +45,9 @@ from distca.schedule.serving.cdsp.handoff import (
     Write,
     Written,
 )
-from distca.schedule.serving.cdsp.lines import Lines
 from distca.simulate.requests.cluster import ServingCluster
+from distca.simulate.requests.decode_ranks import DecodeRank, choose_decode_rank
+from distca.simulate.requests.lines import Lines
 from distca.simulate.requests.prefills import EAGER, make_queue
 from distca.simulate.requests.traces import RequestTrace
 

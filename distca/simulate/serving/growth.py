@@ -1,6 +1,7 @@
 """A prompt whose group of ranks grows between two chunks: what moving its rows exposes.
 
-Blocks, moves and plans are those that a server makes (`prefill_blocks`, `plan_iteration`).
+Blocks and moves are those of Tetris (`prefill_blocks`), plans those of the engine
+(`plan_iteration`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import numpy as np
 
 from distca.cost.volume import Messages
 from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.cdsp.prefill_blocks import Piece, PieceBlocks, PrefillBlocks
+from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.steps import Strategy
 from distca.simulate.outcome import Outcome
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.prefill_blocks import PieceBlocks, PrefillBlocks
 from distca.simulate.serving.steps import simulate_step
 
 

@@ -20,8 +20,9 @@ def move_on_a_rank() -> tuple[int, int, int]:
     from distca.runtime.serving.kv_moves import PHASE, BlockMove, KvMoves
     from distca.runtime.serving.kv_pool import KVCache
     from distca.schedule.serving.blocks import BlockPool
-    from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
+    from distca.schedule.serving.cdsp.pieces import Piece
     from distca.schedule.serving.prefix_cache import PrefixCache
+    from distca.simulate.serving.prefill_blocks import PrefillBlocks
     from distca.transport import CollectiveTransport
 
     rank, cpu = dist.get_rank(), torch.device("cpu")

@@ -1,12 +1,19 @@
-"""Chunkwise dynamic sequence parallelism (Tetris): which ranks prefill which part of a prompt, who
-decodes it, and how keys and values get from the ones to the other. Pure functions of values.
+"""Chunkwise dynamic sequence parallelism (Tetris), and the hand-off of keys and values.
+
+* who prefills: `chunks.py` has Algorithms 1 to 3, `groups.py` the choice of ranks, `strategies.py`
+  what these are compared with, `growing.py` what the scheduler calls, `pieces.py` chunks cut
+  between blocks;
+* what they go by: `latency.py` seconds of a prefill, `published.py` those of the paper, `load.py`
+  improvement rates by arrivals;
+* the hand-off from prefill ranks to an engine: `handoff.py` values and messages, `sender.py` and
+  `receiver.py` its two sides, and what an abort during it does.
+
+All are pure functions of values.
 """
 
 from distca.schedule.serving.cdsp.chunks import Chunk, PrefillPlan, Search, plan_prefill
-from distca.schedule.serving.cdsp.decode_ranks import DecodeRank, choose_decode_rank
 from distca.schedule.serving.cdsp.latency import Coefficients, Prefill, PrefillModel, PrefillTimes
 from distca.schedule.serving.cdsp.load import ImprovementRates, Load, least_by_rate
-from distca.schedule.serving.cdsp.prefill_queue import PrefillQueue
 from distca.schedule.serving.cdsp.published import TABLE_1, published_model
 from distca.schedule.serving.cdsp.receiver import Receiver, receive
 from distca.schedule.serving.cdsp.sender import Sender, send
@@ -18,19 +25,16 @@ __all__ = [
     "TABLE_1",
     "Chunk",
     "Coefficients",
-    "DecodeRank",
     "ImprovementRates",
     "Load",
     "Prefill",
     "PrefillModel",
     "PrefillPlan",
-    "PrefillQueue",
     "PrefillTimes",
     "Receiver",
     "Search",
     "Sender",
     "Strategy",
-    "choose_decode_rank",
     "least_by_rate",
     "plan_prefill",
     "published_model",

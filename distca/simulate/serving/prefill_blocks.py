@@ -16,20 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
-from distca.schedule.serving.cdsp.chunks import Chunk
 from distca.schedule.serving.cdsp.groups import Ranks
+from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.prefix_cache import Block, PrefixCache
-
-
-class Piece(NamedTuple):
-    """A chunk as it is computed: positions `[start, end)` on these ranks."""
-
-    start: int
-    end: int
-    ranks: Ranks
 
 
 class Move(NamedTuple):
@@ -50,18 +41,6 @@ class PieceBlocks:
 
     blocks: tuple[Block, ...]
     moves: tuple[Move, ...]
-
-
-def cut_at_blocks(chunks: Sequence[Chunk], block_size: int) -> list[Piece]:
-    """Moves the ends of all chunks but the last one to ends of blocks; none may be left of one.
-
-    What is cached before the first one are whole blocks.
-    """
-    last = chunks[-1]
-    ends = [(each.cached + each.tokens) // block_size * block_size for each in chunks]
-    edges = [chunks[0].cached, *ends[:-1], last.cached + last.tokens]
-    pieces = zip(pairwise(edges), chunks, strict=True)
-    return [Piece(*edge, chunk.ranks) for edge, chunk in pieces if edge[1] > edge[0]]
 
 
 def share_out(count: int, held: Counter[int], group: Ranks) -> dict[int, int]:
