@@ -107,7 +107,7 @@ def test_one_environment_for_all_and_extras_on_top(checkout: Checkout) -> None:
     constrained = (checkout.folder / constraints).read_text().splitlines()
     assert "numpy==2.3.4" in constrained
     assert not [line for line in constrained if "distca" in line]
-    assert {"pytest", "uvicorn", "matplotlib", "einops"} < {*packages}
+    assert {"pytest", "msgspec", "matplotlib", "einops"} < {*packages}
     assert not [each for each in packages if each.startswith((".", "distca", "--editable"))]
     assert checkout.set_up("checks") == ""
     assert checkout.set_up() == ""
