@@ -212,12 +212,13 @@ def short_cost(folder: str, ranks: int, rounds: int, count: int) -> dict[str, li
     spent: dict[str, list[float]] = {ALONE: [], CONNECTED: []}
     with system(ALONE, folder, ranks) as alone, system(CONNECTED, folder, ranks) as connected:
         both = {ALONE: alone[0], CONNECTED: connected[0]}
-        for number in range(rounds):
+        for number in range(rounds + 1):
             turn = list(both.items())
             for name, server in turn if number % 2 else turn[::-1]:
                 load = draw(count, 0.0, MIN_TOKENS, 20.0, 100 + number)
                 spent[name].append(answer(server, [], load)["cpu"])
-    return spent
+    # The first round warms up.
+    return {name: each[1:] for name, each in spent.items()}
 
 
 def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], args: Any) -> str:
@@ -244,8 +245,8 @@ def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], ar
         parts += [f"## {load}", pages.table(head, load_rows(systems))]
     parts += [
         "## What the connector costs short requests",
-        f"CPU seconds of vLLM's processes for {args.requests} short requests, in turn without and "
-        f"with the connector, {args.rounds} rounds: medians {medians[ALONE]:.2f} and "
+        f"CPU seconds of vLLM's processes for {args.short_requests} short requests, in turn "
+        f"without and with the connector, {args.rounds} rounds: medians {medians[ALONE]:.2f} and "
         f"{medians[CONNECTED]:.2f}; ratio of each round {statistics.median(ratios):.3f} in the "
         f"median, {min(ratios):.3f} to {max(ratios):.3f}.",
     ]
@@ -262,6 +263,7 @@ def main() -> int:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5, help="of short requests in turn")
+    parser.add_argument("--short-requests", type=int, default=100, help="of each of these rounds")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     args = parser.parse_args()
     if args.longest > POSITIONS - 32:
@@ -280,7 +282,7 @@ def main() -> int:
             with system(name, folder, args.ranks) as (server, pids):
                 for load, asked in loads.items():
                     found[load][name] = answer(server, pids, asked)
-        spent = short_cost(folder, args.ranks, args.rounds, args.requests)
+        spent = short_cost(folder, args.ranks, args.rounds, args.short_requests)
     figures = {
         load: {name: {k: v for k, v in each.items() if k != "texts"} for name, each in of.items()}
         for load, of in found.items()
