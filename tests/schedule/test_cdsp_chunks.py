@@ -20,6 +20,7 @@ from distca.schedule.serving.cdsp import (
     published_model,
 )
 from distca.schedule.serving.cdsp.groups import Groups, Ranks
+from distca.schedule.serving.cdsp.strategies import strategy_of
 
 MODEL = published_model()
 NOBODY: Ranks = frozenset()
@@ -303,3 +304,15 @@ def test_prompts_need_ranks_that_hold_them() -> None:
             replace(search, improvement_rate=rate)
     with pytest.raises(ValueError, match="smallest chunk 0"):
         replace(search, smallest_chunk=0)
+
+
+def test_fixed_degrees_are_powers_of_two() -> None:
+    assert strategy_of("fixed-4") is not None
+    for name, said in (
+        ("fixed-3", "no power of two"),
+        ("fixed-0", "no power of two"),
+        ("fixed-", "no strategy 'fixed-'"),
+        ("4", "no strategy '4'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            strategy_of(name)

@@ -19,7 +19,12 @@ from distca.schedule.serving.csps.calibration_file import (
     load_calibration,
 )
 from distca.schedule.serving.csps.configure import Configurator, Partitions, layer_options
-from distca.schedule.serving.csps.degradation import GRID, Calibration, Measured
+from distca.schedule.serving.csps.degradation import (
+    GRID,
+    Calibration,
+    Measured,
+    nonnegative_least_squares,
+)
 
 LAYERS, HEADS, FAR = 5, 2, 2
 
@@ -143,6 +148,31 @@ def test_the_regression_is_monotone_and_says_how_far_off_it_is() -> None:
         assert degraded[-1] == 0 < degraded[0]
     with pytest.raises(ValueError, match="3 prompts were measured, of which some are held out"):
         calibration(3, prompts=3)
+
+
+def test_masses_between_two_lengths_are_interpolated() -> None:
+    """Those of shorter and of longer prompts than were measured are of the nearest."""
+    given = calibration(3)
+    first, second, *_, last = given.lengths.tolist()
+    kept = np.full((HEADS, FAR), 0.3)
+
+    def mass(tokens: float) -> Floats:
+        return given.mass(round(tokens), 2, kept)
+
+    assert (mass(first) != mass(second)).all()
+    quarter = first + (second - first) // 4
+    part = (quarter - first) / (second - first)
+    assert mass(quarter) == pytest.approx(mass(first) * (1 - part) + mass(second) * part)
+    assert mass(1) == pytest.approx(mass(first))
+    assert mass(9 * last) == pytest.approx(mass(last))
+
+
+def test_weights_are_drawn_between_the_fit_and_what_is_expected() -> None:
+    columns, values = np.array([[1.0], [2.0]]), np.array([3.0, 6.0])
+    for drawn, weight in ((0.0, 3.0), (1.0, 2.0), (3.0, 1.5)):
+        found = nonnegative_least_squares(columns, values, np.array([1.0]), drawn)
+        assert found == pytest.approx([weight])
+    assert nonnegative_least_squares(-columns, values, np.array([1.0]), 0.0).tolist() == [0.0]
 
 
 def test_ratios_follow_the_paper_put_right() -> None:

@@ -145,6 +145,18 @@ def test_few_partitions_are_nearly_as_good() -> None:
     found = search_partition(8192, 4, seconds, 128, few=True)
     assert busiest(found[None])[0] < 1.05 * busiest(search_partition(8192, 4, busiest)[None])[0]
     assert len(tried) < 60
+    assert tuple(cut_prompt(8192, even_shares(4)).tolist()) in tried
+
+
+def test_every_part_can_give_to_every_other() -> None:
+    """Also where few partitions are tried, none of which begins near the best."""
+    for wanted in ((10, 10, 20, 40), (40, 20, 10, 10), (10, 40, 10, 20)):
+
+        def seconds(parts: Int64s, wanted: tuple[int, ...] = wanted) -> Floats:
+            far: Floats = np.abs(parts - np.array(wanted)).sum(axis=1) + 1.0
+            return far
+
+        assert tuple(search_partition(80, 4, seconds, few=True).tolist()) == wanted
 
 
 @given(
