@@ -104,8 +104,9 @@ def test_bad_fits_are_refused() -> None:
         PrefillModel.fit([], "", "")
     with pytest.raises(ValueError, match="at least three lengths"):
         PrefillModel.fit(TABLE_1[:2], "", "")
-    with pytest.raises(ValueError, match="cannot have been measured"):
-        PrefillModel.fit([Prefill(1, 4096, 0.0)], "", "")
+    for wrong in (Prefill(1, 4096, 0.0), Prefill(1, 0, 1.0), Prefill(1, 9, 1.0, cached=-1)):
+        with pytest.raises(ValueError, match="cannot have been measured"):
+            PrefillModel.fit([*TABLE_1[:6], wrong], "", "")
     with pytest.raises(ValueError, match="must not be negative"):
         Coefficients(-1.0, 1.0, 0.0, 0.0)
 

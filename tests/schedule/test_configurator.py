@@ -150,6 +150,11 @@ def test_the_regression_is_monotone_and_says_how_far_off_it_is() -> None:
         calibration(3, prompts=3)
 
 
+def test_measured_ratios_rise_from_nothing_to_all() -> None:
+    assert (GRID[0], GRID[-1]) == (0.0, 1.0)
+    assert (np.diff(GRID) > 0).all()
+
+
 def test_masses_between_two_lengths_are_interpolated() -> None:
     """Those of shorter and of longer prompts than were measured are of the nearest."""
     given = calibration(3)
