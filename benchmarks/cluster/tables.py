@@ -436,7 +436,7 @@ RULE = (
     "Each system has the best configuration for each job that `distca simulate`'s search finds "
     "(`distca/simulate/advice.py`): of baselines all run the first batches whose lower bound of "
     "time is below the time of others, of DistCA, whose plans take longer, the few that promise "
-    "most, and these with server pools; the fastest run batches of 96 sequences, 12 at most, and "
+    "most, and these with server pools; the fastest run batches of 96 sequences together, and "
     "the fastest of these all. How many ran, are known to be out of memory, and divide the job: "
     "see below. A job's "
     "figure is the ratio of speeds over all its batches; behind ± is the largest half of a job's "

@@ -22,8 +22,6 @@ from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 _FIRST_SEQUENCES, _COMPARED_SEQUENCES = 8, 96
 """Sequences of the batches that all configurations run which may be fastest, and of those by which
 a search chooses among these and their variants: large batches differ less, so fewer are enough."""
-_COMPARED = 12
-"""Most batches by which a search chooses."""
 _KEPT, _KEPT_WITH_PLANS = 6, 3
 """Configurations of a baseline, and with `--distca`, that a search compares by these batches: with
 fewer, the best ring of the README's job was missed. Where one batch chooses, one is enough."""
@@ -63,7 +61,7 @@ class Extent:
             batches: number of all batches.
         """
         first, several = (
-            min(-(-sequences // workload.sequences), _COMPARED, batches)
+            min(-(-sequences // workload.sequences), batches)
             for sequences in (_FIRST_SEQUENCES, _COMPARED_SEQUENCES)
         )
         kept, kept_with_plans = (_KEPT, _KEPT_WITH_PLANS) if several > 1 else (1, 1)
@@ -119,8 +117,8 @@ def best_of(
     baseline in the order of their lower bounds, and as long as these are below the time of the few
     fastest; those with `--distca`, whose planning takes longer, in the order of `estimate`, until
     enough of them fit, and these with server pools. Those that may be fastest run batches of 96
-    sequences together, 12 batches at most, by which the best one is chosen, unless 8 tell that they
-    are slower; and that with chains, keys and values instead of latents, other tolerances, inputs
+    sequences together, by which the best one is chosen, unless 8 or 16 tell that they are slower;
+    and that with chains, keys and values instead of latents, other tolerances, inputs
     that are kept, pools without ping-pong, and plans for a slower network, too. The best one runs
     all batches.
 

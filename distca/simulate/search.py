@@ -206,7 +206,7 @@ class _Search:
             most = _HOPEFUL * self._seconds(fitting[0], self._first)
             kept = [each for each in fitting if self._seconds(each, self._first) <= most]
         order = self._race(kept, count)
-        order += [candidate for candidate in fitting if candidate not in order]
+        order += self._most_tried([candidate for candidate in fitting if candidate not in order])
         # What is fast in one batch may not fit in another.
         best = next((candidate for candidate in order if self._run([candidate], count)), None)
         # What does not fit in a later batch may in a configuration that takes less memory.
@@ -345,12 +345,16 @@ class _Search:
     def in_all_batches(self, best: Candidate) -> Candidate | None:
         """Returns the best configuration if it fits in all batches, else one that does: of those
         that have run most batches the fastest; None: none does."""
-        able = [candidate for candidate in self.trials if self._fits(candidate)]
-        able.sort(key=lambda c: (-len(self.trials[c]), self._seconds(c, self._first)))
-        for candidate in (best, *able):
+        for candidate in (best, *self._most_tried([*self.trials])):
             if self._run([candidate], len(self.batches)):
                 return candidate
         return None
+
+    def _most_tried(self, some: Sequence[Candidate]) -> list[Candidate]:
+        """Returns those that fit so far: first those that have run most batches, of these first the
+        fastest."""
+        ran = {each: len(self.trials[each]) for each in some if self._fits(each)}
+        return sorted(ran, key=lambda each: (-ran[each], self._seconds(each, ran[each])))
 
     def last_resorts(self) -> list[Candidate]:
         """Configurations that have not run, for a workload in which none fits: with the last
@@ -390,8 +394,9 @@ class _Search:
             if first == 1:
                 near = [candidate for candidate in near if self._seconds(candidate, 1) <= most]
             raced = self._race([best, *near], count, worth_it)
-            fastest = self._seconds(raced[0], count)
-            able = [candidate for candidate in (best, *tried) if candidate in raced]
+            # What is faster than the best one may not fit in a later batch.
+            able = [best, *(candidate for candidate in tried if candidate in raced)]
+            fastest = min(self._seconds(candidate, count) for candidate in able)
             best = next(c for c in able if self._seconds(c, count) <= worth_it * fastest)
         return best
 

@@ -338,13 +338,34 @@ def test_many_batches_choose_where_each_has_few_sequences() -> None:
 
     best, trials, able = few_sequences(seconds)
     assert best == 0
-    assert [trials.batches_of(each) for each in able[:4]] == [24, 12, 8, 4]
+    assert [trials.batches_of(each) for each in able[:4]] == [24, 24, 8, 4]
 
 
 def test_one_that_fell_behind_is_taken_where_the_fastest_does_not_fit() -> None:
+    """Of those that have run most batches the fastest in these, not in the first ones."""
+
     def seconds(which: int, number: int) -> float | None:
-        return None if which == 0 and number == 23 else [1.0, 1.02, 1.05, 1.2][min(which, 3)]
+        if which == 0 and number == 23:
+            return None
+        second, third = (1.1, 1.03) if number < 2 else (1.0, 1.04)
+        return [0.97, second, third, 1.4][min(which, 3)]
 
     best, trials, able = few_sequences(seconds)
     assert best == 1
     assert [trials.batches_of(each) for each in able[:4]] == [24, 24, 8, 4]
+
+
+def test_a_variant_that_is_faster_but_does_not_fit_is_not_taken() -> None:
+    batches = [batch(seed, sequences=2) for seed in range(24)]
+    plain = Candidate("tiles", 1, 1, 8, 1, 2)
+    kept = replace(plain, keeps_inputs=True)
+
+    def told(candidate: Candidate, number: int) -> float | None:
+        return 1.0 if candidate == plain else (0.9 if number < 20 else None)
+
+    trials = Told(FEW, batches, told)
+    bounds = [Bounds(FEW, each) for each in batches[:4]]
+    effort = Effort(3, 24, 4, 4, None, [(lambda candidate, workload: [kept], 1.0)])
+    search = _Search(FEW, batches, trials.first, effort, [], bounds, trials.first([plain], 24))
+    assert search.sweep(plain) == plain
+    assert trials.batches_of(kept) == 21
