@@ -410,7 +410,9 @@ class _Search:
     def _run(self, some: Sequence[Candidate], count: int) -> list[Candidate]:
         """Runs configurations in the first batches; returns those that fit, the fastest first."""
         if some:
-            self.trials |= self.evaluate(some, count)
+            for candidate, run in self.evaluate(some, count).items():
+                # What ran more batches before keeps them.
+                self.trials[candidate] = max(self.trials.get(candidate, ()), run, key=len)
         able = [candidate for candidate in some if self._fits(candidate)]
         return sorted(able, key=lambda each: self._seconds(each, count))
 

@@ -369,3 +369,19 @@ def test_a_variant_that_is_faster_but_does_not_fit_is_not_taken() -> None:
     search = _Search(FEW, batches, trials.first, effort, [], bounds, trials.first([plain], 24))
     assert search.sweep(plain) == plain
     assert trials.batches_of(kept) == 21
+
+
+def test_a_faster_variant_is_taken_whatever_batches_are_told_again() -> None:
+    """Also where only as many batches are told as were asked for, fewer than one has run."""
+    batches = [batch(seed, sequences=2) for seed in range(24)]
+    plain = Candidate("tiles", 1, 1, 8, 1, 2)
+    kept = replace(plain, keeps_inputs=True)
+    trials = Told(FEW, batches, lambda candidate, number: 1.0 if candidate == plain else 0.9)
+
+    def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+        return {each: run[:count] for each, run in trials.first(some, count).items()}
+
+    bounds = [Bounds(FEW, each) for each in batches[:4]]
+    effort = Effort(3, 24, 4, 4, None, [(lambda candidate, workload: [kept], 1.0)])
+    search = _Search(FEW, batches, evaluate, effort, [], bounds, evaluate([plain], 24))
+    assert search.sweep(plain) == kept
