@@ -213,16 +213,18 @@ class _Asks:
         self._begun: list[Load] = []
         self._cancelled: list[int] = []
         self._under_way: dict[str, int] = {}
-        # Requests that are or were loaded, and those that vLLM computes itself.
-        self._asked: set[str] = set()
+        # Requests that are or were loaded, with how often vLLM had preempted them then; and those
+        # that vLLM computes itself.
+        self._asked: dict[str, int] = {}
         self._declined: set[str] = set()
         self.stats = PrefillStats()
 
     def wanted(self, request: Request, computed: int) -> int:
         """Tokens of a request that are asked for; 0: vLLM computes it."""
         name = request.request_id
-        if name in self._asked:
-            # After a failure vLLM asks again, and computes the prompt itself.
+        if self._asked.get(name) == request.num_preemptions:
+            # After a failure vLLM asks again, and computes the prompt itself. One that it has
+            # preempted since lost what was loaded, and is loaded again.
             return 0
         # The last token is vLLM's in any case: the one that follows is chosen by it.
         count = request.num_tokens - 1 - computed
@@ -260,7 +262,7 @@ class _Asks:
     def begin(self, request: Request, blocks: list[int], count: int) -> None:
         """Asks for the last `count` tokens of a request before its last one."""
         name = request.request_id
-        self._asked.add(name)
+        self._asked[name] = request.num_preemptions
         self.stats.ask(count)
         tokens = list(request.all_token_ids)[: request.num_tokens - 1]
         salt = (request.cache_salt or "").encode()
@@ -283,7 +285,7 @@ class _Asks:
 
     def forget(self, name: str) -> None:
         """Notes that a request has ended, and cancels its load."""
-        self._asked.discard(name)
+        self._asked.pop(name, None)
         self._declined.discard(name)
         number = self._under_way.pop(name, None)
         if number is not None:

@@ -90,6 +90,24 @@ def checked_settings(config: VllmConfig) -> Settings:
         raise ValueError(
             "DistCAConnector knows no pipeline stages: leave --pipeline-parallel-size out"
         )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(config.parallel_config, name, 1) > 1:
+            raise ValueError(
+                "DistCAConnector writes blocks that lie whole in each process of vLLM: leave "
+                f"--{name.replace('_', '-')} out"
+            )
+    kept = config.cache_config.cache_dtype
+    if kept not in ("auto", str(config.model_config.dtype).removeprefix("torch.")):
+        raise ValueError(
+            f"DistCAConnector writes keys and values as the model has them, not as {kept}: leave "
+            "--kv-cache-dtype out"
+        )
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method not in ("ngram", "suffix"):
+        raise ValueError(
+            f"DistCAConnector fills no layers of a draft model, as the method {drafts.method} of "
+            "--speculative-config has: leave it out, or use ngram"
+        )
     model = config.model_config
     if model.use_mla:
         raise ValueError(

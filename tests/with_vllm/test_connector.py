@@ -240,6 +240,10 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
         ({"kv_load_failure_policy": "fail"}, 'needs "kv_load_failure_policy": "recompute"'),
         ({"pipeline_parallel_size": 2}, "leave --pipeline-parallel-size out"),
         ({"use_mla": True}, "multi-latent attention"),
+        ({"decode_context_parallel_size": 2}, "leave --decode-context-parallel-size out"),
+        ({"prefill_context_parallel_size": 2}, "leave --prefill-context-parallel-size out"),
+        ({"cache_dtype": "fp8"}, "not as fp8: leave --kv-cache-dtype out"),
+        ({"method": "eagle"}, "as the method eagle of --speculative-config has"),
     ],
 )
 def test_mistakes_are_a_line_before_the_model_is_loaded(changes: dict[str, Any], line: str) -> None:
@@ -250,7 +254,8 @@ def test_mistakes_are_a_line_before_the_model_is_loaded(changes: dict[str, Any],
     }
     of_vllm = OF_VLLM | changes | {"kv_connector_extra_config": extra, "model": "a model"}
     part = SimpleNamespace(**of_vllm)
-    config: Any = SimpleNamespace(kv_transfer_config=part, parallel_config=part, model_config=part)
+    parts = ("kv_transfer", "parallel", "model", "cache", "speculative")
+    config: Any = SimpleNamespace(**{f"{name}_config": part for name in parts})
     with pytest.raises(ValueError, match=line) as refused:
         checked_settings(config)
     assert len(str(refused.value).splitlines()) == 1
@@ -260,7 +265,12 @@ OF_VLLM = {
     "kv_role": "kv_consumer",
     "kv_load_failure_policy": "recompute",
     "pipeline_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
     "use_mla": False,
+    "dtype": "torch.bfloat16",
+    "cache_dtype": "auto",
+    "method": "ngram",
 }
 
 
@@ -269,3 +279,40 @@ def test_settings_that_are_right_are_taken() -> None:
 
     extra = {"distca_address": "tcp://127.0.0.1:1", "distca_min_tokens": 7}
     assert Settings.of(extra) == Settings("tcp://127.0.0.1:1", 7, 10.0)
+
+
+def test_a_prompt_is_asked_for_again_after_vllm_preempted_it_and_not_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from distca.vllm import connector
+    from distca.vllm.settings import Settings
+
+    ranks = SimpleNamespace(ready=True, welcome=SimpleNamespace(capacity=9999), poll=list)
+    monkeypatch.setattr(connector, "PrefillClient", lambda *_: ranks)
+    monkeypatch.setattr(connector, "_facts", lambda _: {})
+    transfer = SimpleNamespace(engine_id="test")
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    asks = connector._Asks(config, Settings("tcp://127.0.0.1:1", 100))
+    tokens = list(range(500))
+    request: Any = SimpleNamespace(
+        request_id="one",
+        num_tokens=len(tokens),
+        all_token_ids=tokens,
+        prompt_token_ids=tokens,
+        num_preemptions=0,
+        sampling_params=None,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        priority=0,
+    )
+    assert asks.wanted(request, 0) == 499
+    asks.begin(request, [0, 1], 499)
+    asks.ended(["one"])
+    # It failed, and vLLM wants to know once more.
+    assert asks.wanted(request, 0) == 0
+    request.num_preemptions = 1
+    assert asks.wanted(request, 0) == 499
+    asks.begin(request, [2, 3], 499)
+    assert asks.wanted(request, 0) == 0
+    assert [load.blocks for load in asks.take(idle=False).begin] == [[0, 1], [2, 3]]
