@@ -7,11 +7,8 @@ engine. Engines that are told the same decide the same.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from distca.inference.config import EngineConfig
 from distca.inference.messages import (
@@ -27,8 +24,6 @@ from distca.inference.messages import (
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.groups import Ranks
-from distca.schedule.serving.iteration import BatchEntry
-from distca.schedule.serving.limits import is_long
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.scheduled import ScheduledTokens, SchedulerOutput
@@ -42,14 +37,10 @@ class Iteration:
     Attributes:
         batch: what is fed, and which blocks it adds.
         members: processes that have a part in it; the others may be told of it later.
-        chunks: sequences that are fed more than one token.
-        entries: what is fed of each sequence, as plans are made of it.
     """
 
     batch: ExecuteBatch
     members: Collection[int]
-    chunks: Sequence[int]
-    entries: tuple[BatchEntry, ...]
 
 
 @dataclass
@@ -60,17 +51,11 @@ class EngineCounts:
         iterations: iterations that have begun.
         computed: tokens that were fed to the model.
         bytes_moved: bytes that ranks sent each other.
-        plan_seconds: seconds for plans, those of the slowest rank of each iteration.
-        schedule_seconds: seconds for scheduling.
-        step_seconds: seconds from the begin of iterations to their end.
     """
 
     iterations: int = 0
     computed: int = 0
     bytes_moved: int = 0
-    plan_seconds: float = 0.0
-    schedule_seconds: float = 0.0
-    step_seconds: float = 0.0
 
 
 class Engine:
@@ -103,7 +88,6 @@ class Engine:
         # Ranks that hold blocks of each sequence.
         self._holders: dict[int, set[int]] = {}
         self._batch: SchedulerOutput | None = None
-        self._begin = 0.0
 
     @property
     def busy(self) -> bool:
@@ -152,12 +136,10 @@ class Engine:
     def schedule(self) -> Iteration | None:
         """Begins the next iteration; None: there is nothing to do."""
         assert self._batch is None, "an iteration is under way"
-        begin = time.perf_counter()
         batch = self.scheduler.schedule()
-        self.counts.schedule_seconds += time.perf_counter() - begin
         if batch is None:
             return None
-        self._batch, self._begin = batch, begin
+        self._batch = batch
         for number in batch.preempted:
             self._drop.append(number)
             del self._ranks[number], self._holders[number]
@@ -190,9 +172,7 @@ class Engine:
         message = ExecuteBatch(self.counts.iterations, drop, admits, feeds, moves)
         self.counts.iterations += 1
         self.counts.computed += sum(feed.count for feed in batch.feeds)
-        chunks = [feed.sequence for feed in batch.feeds if feed.count > 1]
-        entries = tuple(self._entry(feed) for feed in batch.feeds) if chunks else ()
-        return Iteration(message, self._members(batch), chunks, entries)
+        return Iteration(message, self._members(batch))
 
     def finish(self, done: Mapping[int, ModelOutput]) -> tuple[list[Output], list[SampledToken]]:
         """Ends the iteration.
@@ -233,8 +213,6 @@ class Engine:
                 self._forget(number)
         counts = self.counts
         counts.bytes_moved += sum(each.bytes_sent for each in done.values())
-        counts.plan_seconds += max((each.plan_seconds for each in done.values()), default=0.0)
-        counts.step_seconds += time.perf_counter() - self._begin
         self._batch = None
         return outputs, failed
 
@@ -263,11 +241,6 @@ class Engine:
             request.logprobs,
             request.scored and len(tokens) == len(request.tokens),
         )
-
-    def _entry(self, feed: ScheduledTokens) -> BatchEntry:
-        ranks = np.array(self._ranks[feed.sequence], dtype=np.int64)
-        dense = not is_long(len(self._requests[feed.sequence].tokens), self._config.scheduler)
-        return BatchEntry(feed.sequence, feed.start, feed.count, ranks, dense)
 
     def _end_failed(self, failed: Sequence[SampledToken]) -> list[SampledToken]:
         """Ends requests for which no token can be chosen; returns those that there still were."""

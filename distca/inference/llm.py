@@ -26,7 +26,7 @@ from distca.inference.finite import NotFiniteError
 from distca.inference.messages import AddRequest, ModelOutput, Output, SampledToken
 from distca.inference.models import ServedModel
 from distca.inference.pool_size import check_stripe
-from distca.inference.sampling import SamplingParams
+from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs
 from distca.inference.transports import TransportName
 from distca.inference.worker import Worker
 from distca.runtime import Trace
@@ -45,6 +45,9 @@ OnToken = Callable[[int, int], None]
 """Function of a request's number and the token that was chosen for it."""
 
 
+_NONE = Penalties()
+
+
 @dataclass
 class Completion:
     """An answer to a prompt.
@@ -55,6 +58,9 @@ class Completion:
         ttft_seconds: seconds from the begin of the call to its first token.
         bytes_moved: bytes that ranks moved for it by the plans, where they are counted.
         logits: logits of each token where they are kept, float32 `[vocabulary]`.
+        logprobs: log-probabilities of each token where they are asked for.
+        prompt_logprobs: those of the prompt's tokens but the first, where they are asked for: the
+            first answer has them.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -62,6 +68,8 @@ class Completion:
     ttft_seconds: float = 0.0
     bytes_moved: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -204,6 +212,10 @@ class LLM:
         sampling: SamplingParams,
         n: int = 1,
         on_token: OnToken = lambda number, token: None,
+        *,
+        penalties: Penalties = _NONE,
+        logprobs: int | None = None,
+        prompt_logprobs: bool = False,
     ) -> list[RequestOutput]:
         """Answers prompts. Collective.
 
@@ -213,6 +225,11 @@ class LLM:
             n: answers to each prompt, which is computed once for all of them.
             on_token: function that is told of each token, with `n` times the prompt's number plus
                 the answer's.
+            penalties: changes of logits, and fewest tokens of an answer.
+            logprobs: how many of the likeliest tokens are told beside each token; None: no
+                log-probabilities are.
+            prompt_logprobs: whether log-probabilities of the prompts' tokens are told as well.
+                Such prompts are computed whole.
 
         Returns:
             The prompts with their answers, in their order.
@@ -226,7 +243,18 @@ class LLM:
             for choice in (*range(1, n), 0):
                 # The answer that computes the prompt is added last.
                 one, leader = n * number + choice, n * number if choice else None
-                requests.append(AddRequest(one, one, list(prompt), sampling, leader=leader))
+                requests.append(
+                    AddRequest(
+                        one,
+                        one,
+                        list(prompt),
+                        sampling,
+                        penalties,
+                        logprobs,
+                        leader,
+                        scored=prompt_logprobs and leader is None,
+                    )
+                )
         found = self.answer(requests, on_token)
         return [
             RequestOutput(list(prompt), [found[n * number + choice] for choice in range(n)])
@@ -265,6 +293,9 @@ class LLM:
                 if not answer.token_ids:
                     answer.ttft_seconds = time.perf_counter() - begin
                 answer.token_ids.append(output.token)
+                if output.logprobs is not None:
+                    answer.logprobs.append(output.logprobs)
+                answer.prompt_logprobs += output.scores
                 on_token(output.number, output.token)
                 if output.finish is not None:
                     answer.finish_reason = output.finish

@@ -179,8 +179,6 @@ class ModelOutput(Message, frozen=True):
         chosen: tokens that it chose.
         tokens: tokens that it owned.
         bytes_sent: bytes that it sent to other ranks.
-        plan_seconds: seconds for the plan.
-        seconds: seconds for everything.
         scores: log-probabilities of prompts, where they are asked for.
         planned_bytes: bytes that each sequence moved by the plans, where they are counted.
     """
@@ -190,8 +188,6 @@ class ModelOutput(Message, frozen=True):
     chosen: list[SampledToken]
     tokens: int
     bytes_sent: int
-    plan_seconds: float
-    seconds: float
     scores: list[Scores] = []
     planned_bytes: dict[int, int] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -204,7 +203,6 @@ class Worker:
 
     def run(self, iteration: ExecuteBatch) -> ModelOutput:
         """Runs an iteration, which must be the next."""
-        begin = time.perf_counter()
         sent = self._model.bytes_sent
         parts = self.take_in(iteration)
         settings = self._settings
@@ -216,7 +214,6 @@ class Worker:
             settings.parallel.strategy,
             settings.parallel.head_groups,
         )
-        planned = time.perf_counter()
         scoring = {
             part.sequence: _Scoring(sequence)
             for part in parts
@@ -250,8 +247,6 @@ class Worker:
             chosen,
             int(plan.new_tokens[self._rank]),
             self._model.bytes_sent - sent,
-            planned - begin,
-            time.perf_counter() - begin,
             [Scores(number, each.found) for number, each in scoring.items() if each.found],
             self._bytes_by_sequence(plan),
         )

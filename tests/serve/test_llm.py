@@ -13,7 +13,7 @@ import torch
 
 from distca.inference.llm import LLM, configure
 from distca.inference.models import read_model
-from distca.inference.sampling import SamplingParams
+from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.partitions import Chain
@@ -94,3 +94,32 @@ def test_growing_groups_and_chains_exclude_each_other(tmp_path: Path) -> None:
     assert configure(model, 2, growing=growing).scheduler.growing is growing
     with pytest.raises(ValueError, match="leave the chain"):
         configure(model, 2, growing=growing, chain=Chain(2, (0.5, 0.5)))
+
+
+def test_log_probabilities_and_penalties(tmp_path: Path) -> None:
+    """Those of tokens and prompts are transformers' own; penalties change the choice."""
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    try:
+        llm = LLM(configure(model, max_num_batched_tokens=64))
+        prompt = [(7 * n) % 97 for n in range(100)]
+        (done,) = llm.generate(
+            [prompt], SamplingParams(max_tokens=5), n=2, logprobs=2, prompt_logprobs=True
+        )
+        first, second = done.outputs
+        loaded = model.load(torch.device("cpu"), "eager")
+        with torch.no_grad():
+            logits = loaded(torch.tensor([prompt + first.token_ids])).logits[0]
+        expected = logits.double().log_softmax(1)
+        assert len(first.prompt_logprobs) == len(prompt) - 1
+        assert not second.prompt_logprobs
+        tokens = prompt[1:] + first.token_ids
+        for place, found in enumerate(first.prompt_logprobs + first.logprobs):
+            assert found.token == pytest.approx(float(expected[place, tokens[place]]), abs=1e-4)
+            assert [token for token, _ in found.top] == expected[place].topk(2).indices.tolist()
+        banned = first.token_ids[0]
+        without = Penalties(bias=((banned, -100.0),))
+        (other,) = llm.generate([prompt], SamplingParams(max_tokens=5), penalties=without)
+        assert banned not in other.outputs[0].token_ids
+        assert not other.outputs[0].logprobs
+    finally:
+        torch.distributed.destroy_process_group()

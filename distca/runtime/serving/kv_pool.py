@@ -70,11 +70,6 @@ class KVCache:
         for memory, rows in zip(self._rows[layer], (k, v), strict=True):
             memory.index_copy_(0, slots, rows)
 
-    def copy_block(self, source: int, to: int) -> None:
-        """Copies a block in all layers, so that a sequence can write behind rows that it shares."""
-        for memory in (self.keys, self.values):
-            memory[:, to] = memory[:, source]
-
 
 class BlockTables:
     """Blocks of the sequences that have rows in a rank's pool, a line of a table each.

@@ -50,16 +50,3 @@ def test_a_row_without_a_block_is_refused() -> None:
     tables.append(5, [3])
     with pytest.raises(AssertionError, match="has no block"):
         tables.slots(tables.lines([5]), np.array([4]))
-
-
-def test_a_copied_block_is_its_own() -> None:
-    pool = KVCache(2, 3, 4, AttentionShape(1, 1, 8), torch.float32, CPU)
-    pool.keys.normal_()
-    pool.values.normal_()
-    before = pool.keys[:, 1].clone()
-    pool.copy_block(1, 2)
-    pool.write(0, torch.tensor([8]), torch.ones(1, 1, 8), torch.ones(1, 1, 8))
-    assert torch.equal(pool.keys[:, 1], before)
-    assert torch.equal(pool.keys[0, 2, 1:], before[0, 1:])
-    assert torch.equal(pool.values[1, 2], pool.values[1, 1])
-    assert pool.slots == 12
