@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -182,7 +183,11 @@ def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None
                 if kill % 2 == 0:
                     wait_for_ranks(log)
                 time.sleep(chance.uniform(0.5, 6.0 if full else 3.0))
-                os.kill(chance.choice(ranks_of(launcher)), signal.SIGKILL)
+                # For a moment there is none: they start again.
+                while not (there := ranks_of(launcher)):
+                    time.sleep(0.1)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(chance.choice(there), signal.SIGKILL)
         finally:
             over.set()
             work.join(900)
