@@ -114,24 +114,34 @@ def add_charge_flags(parser: Parser) -> None:
         charges.add_argument(flag_of(name), type=float, metavar="X", help=what)
 
 
-def add_selection_flags(group: Group, default: str, partitions: str) -> None:
+def add_selection_flags(
+    group: Group, default: str, partitions: str, splits_weights: bool = True
+) -> None:
     """Adds the flags of the strategy, and of who chooses it.
 
     Args:
         group: group of the flags.
         default: strategy without a flag.
         partitions: what else than shares `--partition` may be.
+        splits_weights: whether the command's processes can split the weights.
     """
+    sp_tp = (
+        "; with sp-tp processes that split the weights (--tensor-parallel-size alone) share a "
+        "prompt, between which two auto chooses there, too"
+    )
     group.add_argument(
         "--prefill-strategy",
-        choices=(*STRATEGIES, "auto", RUNAHEAD, "sp-ntp", "sp-tp", "csps", "all-gather"),
+        choices=(
+            *(*STRATEGIES, "auto", RUNAHEAD, "sp-ntp"),
+            *(["sp-tp"] if splits_weights else []),
+            *("csps", "all-gather"),
+        ),
         default=default,
         help="What travels in prefills: keys and values, or queries and their outputs; auto "
         "chooses for each prefill. With runahead keys travel down a chain of ranks, which have "
         "contiguous parts of a prompt; with csps from near ranks to far ones, and of far keys only "
-        "some; with sp-ntp heads are scattered over ranks; with sp-tp processes that split the "
-        "weights (--tensor-parallel-size alone) share a prompt, between which two auto chooses "
-        "there, too; with all-gather, a baseline, all keys go to all ranks.",
+        f"some; with sp-ntp heads are scattered over ranks{sp_tp * splits_weights}; with "
+        "all-gather, a baseline, all keys go to all ranks.",
     )
     add_partition_flag(group, partitions)
     group.add_argument(

@@ -17,7 +17,6 @@ from distca.commands.engine_flags import add_machine_flags, add_pool_flags
 from distca.commands.prefill_model import add_model_flags, read_prefill_model
 from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
-from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.torchrun import read_torchrun
@@ -81,7 +80,8 @@ def build_parser() -> Parser:
         metavar="N",
         help="How often the ranks start again after one of them failed. Default: 1000.",
     )
-    add_selection_flags(ranks, "auto", "searched, a table that `distca tune partitions` wrote")
+    tables = "searched, a table that `distca tune partitions` wrote"
+    add_selection_flags(ranks, "auto", tables, splits_weights=False)
     add_sparsity_flags(ranks)
     add_calibration_flags(ranks)
     add_machine_flags(ranks)
@@ -267,11 +267,6 @@ def _check_flags(args: argparse.Namespace) -> None:
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ValueError(
             f"--gpu-memory-utilization {args.gpu_memory_utilization}: give more than 0, at most 1"
-        )
-    if args.prefill_strategy == SP_TP:
-        raise ValueError(
-            f"--prefill-strategy {SP_TP} splits weights over processes, and prefill ranks have "
-            "all heads each: choose another"
         )
     if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
         raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")

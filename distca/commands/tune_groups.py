@@ -43,8 +43,8 @@ def build_parser() -> Parser:
         type=int,
         nargs="+",
         metavar="TOKENS",
-        help="Lengths of prompts, at least three. Default: 1/32, 1/16, 1/8 and 1/4 of the model's "
-        "positions, at most 131,072 tokens.",
+        help="Lengths of prompts, at least three. Default: 1/8, 1/4, 1/2 and all of the model's "
+        "positions, of which at most 131,072 count.",
     )
     parser.add_argument(
         "--rounds",
@@ -157,7 +157,8 @@ def _advice(times: PrefillModel, positions: int) -> str:
 
 def _lengths(positions: int) -> list[int]:
     """Returns lengths of prompts for a model of so many positions."""
-    most = min(positions // 4, 131072)
+    # The token that follows needs a position, too.
+    most = min(positions - 1, 131072)
     return [max(most // part, number + 1) for number, part in enumerate((8, 4, 2, 1))]
 
 

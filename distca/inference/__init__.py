@@ -3,28 +3,32 @@
     llm = LLM(configure(read_model(FOLDER, torch.float32)))
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
 
-A request meets seven files, in this order:
+A request meets eight files, in this order:
 
 * `llm.py`: `LLM.generate` makes requests, and runs iterations until all are answered;
 * `engine.py`: `Engine.add`, `schedule`, `finish`: what has arrived, what is fed, what is answered;
 * `distca/schedule/serving/scheduler.py`: which tokens of which requests an iteration feeds, and
   which blocks they get. Here a request is admitted, waits, gives up its blocks, and is aborted;
 * `worker.py`: a process's iterations, in the order of their numbers;
-* `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy;
-* `model_runner.py`: the layers of the model over this rank's tokens;
+* `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy. The rank that
+  owns a block computes its tokens, and attention is where the plans say;
+* `pool_model.py` and `model_runner.py`: a rank's blocks, and the layers of the model over its
+  tokens;
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
   plans. From here on it is the runtime's: `distca/runtime/serving`.
 
 The tokens that are chosen (`choice.py`, `sampling.py`) go back to the engine. `LLM` has an engine
 in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no plan: each worker
-makes it from what is fed. With a small model and short prompts, plans take 1% of the CPU time, and
-scheduling 2% (benchmarks/results/serving/short_prompts.md). A plan that is sent would be encoded
-and decoded in its place, and grows with ranks and chunks, while what is fed is some bytes a
-sequence. An iteration is scheduled when the one before has ended: its tokens are known then, and
-there is little to hide.
+makes it from what is fed, since nothing has to be sent then. With a small model and short prompts,
+plans take 1% of the CPU time, and scheduling 2% (benchmarks/results/serving/short_prompts.md). An
+iteration is scheduled when the one before has ended: its tokens are known then, and there is little
+to hide.
+
+Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the plans
+(`LLM.bytes_planned`). Tests hold the two together.
 
 Others: `config.py` the engine's configuration; `messages.py` what engines and workers say;
-`models.py` and `transformers_model.py` load models; `pool_model.py` blocks of a rank;
+`models.py` and `transformers_model.py` load models; `step.py` a rank's part of an iteration;
 `tensor_parallel.py`, `sequence_parallel.py` split weights and rows; `cuda_graphs.py` captures
 decodes; `machine.py` and `measured_chain.py` measure what strategies are chosen by;
 `sparse_model.py` and `sparsity_calibration.py` what is dropped; `conversations.py`, `verify.py` and

@@ -70,7 +70,7 @@ class CacheConfig:
     Attributes:
         block_size: tokens of a block.
         nbytes: bytes of each rank's blocks; None: what a GPU has left.
-        gpu_utilization: part of a GPU's memory that weights, blocks and buffers may fill.
+        gpu_utilization: part of a GPU's memory that weights and blocks may fill.
         prefix_caching: whether full blocks are kept for other sequences.
     """
 
@@ -104,8 +104,7 @@ class EngineConfig:
 
     @property
     def sparse_salt(self) -> bytes:
-        """What keys and values of sequences depend on whose chunks drop rows: the salt itself, and
-        how they are dropped."""
+        """Salt of sequences that drop rows: it includes how they are dropped."""
         strategy, salt = self.parallel.strategy, self.model.salt
         if not isinstance(strategy, NearToFar) or not strategy.sparsity.drops:
             return salt

@@ -1,4 +1,4 @@
-"""Messages between an engine and its workers: typed, and never pickled."""
+"""What an engine and its workers tell each other: typed values, which can be sent as messages."""
 
 from __future__ import annotations
 

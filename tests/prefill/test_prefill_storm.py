@@ -147,7 +147,7 @@ def test_ranks_that_end_leave_nobody_waiting(tmp_path: Path) -> None:
     [
         (["--port", "0"], "--port 0: give 1 to 65535"),
         (["--lease", "0"], "--lease 0.0: give more than 0"),
-        (["--prefill-strategy", "sp-tp"], "--prefill-strategy sp-tp splits weights over processes"),
+        (["--prefill-strategy", "sp-tp"], "invalid choice: 'sp-tp'"),
         (["--kv-cache-memory-bytes", "100"], "--kv-cache-memory-bytes 100 is less than a block"),
         (["--context-parallel-size", "0"], "--context-parallel-size 0: give at least 1"),
         (["--max-num-seqs", "99999"], "raise --max-num-batched-tokens, or lower --max-num-seqs"),

@@ -11,6 +11,11 @@
 * `cdsp/handoff.py`, `sender.py`, `receiver.py`: the hand-off of a prompt's keys and values, and
   what an abort during it does.
 
+To add a strategy of prefills: name it in `steps.py` (`Strategy`), make its plan there (`step_plan`)
+or in a file of its own, as `rings.py` does, and give it a flag's value in
+`distca/commands/described.py` and `served_strategy.py`. `tests/serve/test_exactness.py` compares
+its answers with one process's, and its bytes with the plan's.
+
 All are pure functions of values, and import no torch.
 """
 

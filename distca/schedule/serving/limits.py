@@ -52,6 +52,8 @@ class SchedulerConfig:
 
 
 def is_long(prompt: int, limits: SchedulerConfig) -> bool:
-    """Returns whether chunks of a prompt of so many tokens may drop rows, for all of its sequence's
-    life: a short prompt's never do, however long its answer is when it is computed again."""
+    """Returns whether a sequence is long, which the length of its prompt alone decides.
+
+    Chunks of long sequences may drop rows. A sequence stays short however long its answer becomes.
+    """
     return prompt >= limits.short

@@ -1,8 +1,8 @@
 """Blocks that move between ranks: to those that hold keys and values alone, or to equal shares.
 
-Ranks without weights compute no keys and values, so that new blocks always lie on others. A full
-block of a long sequence whose stripe is of such a rank goes there once it is computed; if ranks
-that compute run out of blocks, more do, before a sequence has to give up its own.
+Ranks without weights compute no keys and values, so new blocks always lie on others. A full block
+of a long sequence moves to the server that its stripe belongs to, once it is computed. If ranks
+that compute run out of blocks, more blocks move before a sequence has to give up its own.
 
 A chain of prefill ranks leaves its first ranks the most keys and values, since these have the
 fewest to attend to. Decoding reads all of them, so equal shares are read soonest.

@@ -107,7 +107,7 @@ class PrefixCache:
         return found
 
     def keep(self, block: Block, digest: bytes, waited: bool = False) -> None:
-        """Keeps a full block whose keys and values are computed, unless its like is kept.
+        """Keeps a full block that is computed, unless one with the same digest is kept already.
 
         Args:
             block: block.

@@ -3,14 +3,14 @@
 A pure function of what it was told, so that a simulator can run it as an engine does. An iteration
 feeds chunks of prompts and decoded tokens together, up to a number of tokens. Sequences that wait
 are admitted by priority, and then in the order of their arrival. If there are no blocks for one
-that runs, the youngest of the last priority gives up its own and is computed again later, of which
-the prefix cache may still have most.
+that runs, the youngest sequence of the lowest priority loses its blocks and is computed again
+later. The prefix cache may still have most of them.
 
 A prompt may be computed for someone else, who answers it: no token is chosen, its blocks are held
 until `abort` releases them, and it is admitted once there are blocks for all of it.
 
-Blocks of a short sequence lie on one rank, its *home*, which computes it without any exchange. Of a
-long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain a
+The rank that owns a block computes its tokens. Blocks of a short sequence lie on one rank, its
+*home*, which computes it without any exchange. Of a long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain a
 chunk is cut between blocks: each lies on one rank, where other sequences can find it. With groups
 that grow, a long sequence has ranks of its own, more from chunk to chunk.
 """
