@@ -10,9 +10,10 @@ A prompt may be computed for someone else, who answers it: no token is chosen, i
 until `abort` releases them, and it is admitted once there are blocks for all of it.
 
 The rank that owns a block computes its tokens. Blocks of a short sequence lie on one rank, its
-*home*, which computes it without any exchange. Of a long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain a
-chunk is cut between blocks: each lies on one rank, where other sequences can find it. With groups
-that grow, a long sequence has ranks of its own, more from chunk to chunk.
+*home*, which computes it without any exchange. Of a long one, each chunk's blocks are shared out in
+zigzag, and decoded ones in stripes. With a chain a chunk is cut between blocks: each lies on one
+rank, where other sequences can find it. With groups that grow, a long sequence has ranks of its
+own, more from chunk to chunk.
 """
 
 from __future__ import annotations
