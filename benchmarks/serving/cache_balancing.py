@@ -43,9 +43,8 @@ from distca.attention import select_kernel
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.model_sizes import MODELS
 from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
-from distca.inference.pool_model import PoolModel
-from distca.inference.tensor_parallel import ALONE
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.blocks import BlockPool
@@ -98,9 +97,8 @@ class Rank:
         buffers = Buffers(CPU, max(STEP_SLOTS, len(model.masks)))
         core = CoreAttention(self.attention, select_kernel("cpu"), buffers)
         self._job, self._masks = job, model.masks
-        self._model = PoolModel(model, core, CPU, BLOCK, ALONE)
         self._blocks = 2 * job.tokens // BLOCK + 2
-        self._model.begin(self._blocks)
+        self._model = ModelRunner(model, core, CPU, self._blocks, BLOCK)
         self._model.steps.watch = self
         self._moves: KvMoves | None = None
 
@@ -138,7 +136,7 @@ class Rank:
                 self._model.add_blocks(0, mine)
                 moves = [BlockMove(*move.source, *move.to) for move in given.moves]
                 self._moves = KvMoves(self._model.steps.pool, moving, moves)
-                self._model.run(plan, {0: tokens[piece.start : piece.end]})
+                self._model.run_batch(plan, {0: tokens[piece.start : piece.end]})
             dist.barrier()
             found[name] = time.perf_counter() - started
             after = (sum(each.bytes_sent.values()) for each in (self.attention, moving))

@@ -3,7 +3,7 @@
     llm = LLM(configure(read_model(FOLDER, torch.float32)))
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
 
-A request meets eight files, in this order:
+A request meets seven files, in this order:
 
 * `llm.py`: `LLM.generate` makes requests, and runs iterations until all are answered;
 * `engine.py`: `Engine.add`, `schedule`, `finish`: what has arrived, what is fed, what is answered;
@@ -12,8 +12,7 @@ A request meets eight files, in this order:
 * `worker.py`: a process's iterations, in the order of their numbers;
 * `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy. The rank that
   owns a block computes its tokens, and attention is where the plans say;
-* `pool_model.py` and `model_runner.py`: a rank's blocks, and the layers of the model over its
-  tokens;
+* `model_runner.py`: a rank's blocks, and the layers of the model over its tokens;
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
   plans. From here on it is the runtime's: `distca/runtime/serving`.
 

@@ -1,4 +1,7 @@
-"""A model on one of the ranks that answer together: its tokens' layers, and shared attention."""
+"""A model on one of the ranks that answer together: its tokens' layers, and shared attention.
+
+Keys and values of the rank lie in a pool of blocks that the engine gives out.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,23 @@ from distca.attention import PagedKernel
 from distca.attention.pinned import copy_to
 from distca.attention.softcap import SoftCapped
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
+from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import Capture, DecodeGraphs
 from distca.inference.finite import Outputs, first_of_all_ranks
+from distca.inference.messages import Moved
 from distca.inference.models import ServedModel
 from distca.inference.runnable import LayerAttention
 from distca.inference.step import Step
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
+from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.runtime.serving.kv_pool import KVCache
+from distca.schedule.serving.blocks import block_bytes
+from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.iteration import BatchPlan
+from distca.transport import Transport
 
 OnLogits = Callable[[Int64s, torch.Tensor], None]
 """Function of positions, int64 `[rows]`, and their logits, float32 `[rows, vocabulary]`."""
@@ -41,6 +51,11 @@ class ModelRunner:
         tensor_ranks: ranks that share each layer with this one.
         capture: what captures graphs of decode steps; None: they run without.
         computes: whether this rank has weights; else it holds keys and values of others' tokens.
+        mover: transport of blocks that change their ranks; None: none does.
+        split: layers whose weights processes split, if they share the rows of prefills.
+
+    Attributes:
+        block_bytes: bytes of a block, all layers of this process.
     """
 
     def __init__(
@@ -53,8 +68,16 @@ class ModelRunner:
         tensor_ranks: TensorRanks = ALONE,
         capture: Capture | None = None,
         computes: bool = True,
+        mover: Transport | None = None,
+        split: SplitModel | None = None,
     ) -> None:
         self._served, self._device = model, device
+        self._transport, self._mover = core.transport, mover
+        self._tensor_ranks, self._split = tensor_ranks, split
+        self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
+        # Blocks that were given to sequences since the last iteration.
+        self._new_blocks: dict[int, list[int]] = {}
+        self._last: tuple[Step, Mapping[int, Sequence[int]]] | None = None
         self._model = model.runnable(device, tensor_ranks, computes)
         assert len(self._model.scales) == len(model.windows), "layers of another kind"
         self._speaks, self._sharing = tensor_ranks.rank == 0, tensor_ranks.sharing
@@ -82,6 +105,13 @@ class ModelRunner:
         return sum(each.nbytes for each in there)
 
     @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others."""
+        transports = (self._transport, self._mover)
+        of_all = (sum(each.bytes_sent.values()) for each in transports if each is not None)
+        return sum(of_all) + self._tensor_ranks.bytes_sent
+
+    @property
     def pool(self) -> KVCache:
         """Keys and values of this rank."""
         return self._steps.pool
@@ -94,6 +124,68 @@ class ModelRunner:
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
         self._steps.resize_pool(blocks)
+
+    def room(self, config: EngineConfig) -> int:
+        """Returns the blocks that this rank has room for beside the weights."""
+        nbytes = config.cache.nbytes
+        if nbytes is None:
+            free, total = torch.cuda.mem_get_info(self.pool.keys.device)
+            nbytes = max(free - int((1 - config.cache.gpu_utilization) * total), 0)
+        return nbytes // self.block_bytes
+
+    def add_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Adds blocks of this rank behind those that a sequence has here."""
+        self._new_blocks.setdefault(sequence, []).extend(blocks)
+
+    def set_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Replaces the blocks of this rank that a sequence has."""
+        self.drop(sequence)
+        self.add_blocks(sequence, blocks)
+
+    def drop(self, sequence: int) -> None:
+        """Forgets the blocks of a sequence."""
+        self._new_blocks.pop(sequence, None)
+        self._steps.drop(sequence)
+
+    def move(self, moves: Sequence[Moved]) -> None:
+        """Moves blocks of all layers between ranks."""
+        if not moves:
+            return
+        assert self._mover is not None, "no blocks move without ranks that hold alone"
+        blocks = [BlockMove(each.source, each.number, each.to, each.becomes) for each in moves]
+        under_way = KvMoves(self.pool, self._mover, blocks)
+        for layer in range(len(self._served.windows)):
+            under_way.begins(layer)
+
+    def run_batch(
+        self,
+        plan: BatchPlan,
+        tokens: Mapping[int, Sequence[int]],
+        scoring: Mapping[int, OnLogits] = MappingProxyType({}),
+    ) -> dict[int, torch.Tensor]:
+        """Runs an iteration on the blocks that sequences have been given. Ranks that are no members
+        may be left out.
+
+        Args:
+            plan: the plans.
+            tokens: tokens that are fed, by sequence.
+            scoring: as for `run`.
+
+        Returns:
+            As `run` does.
+        """
+        parts, shared = [], None
+        if plan.chunks is not None:
+            if self._split is not None:
+                shared = self._split.share(int(plan.new_tokens.sum()))
+            parts.append(plan.chunks)
+        new, self._new_blocks = self._new_blocks, {}
+        rank = self._transport.rank
+        blocks = {(sequence, rank): tuple(each) for sequence, each in new.items()}
+        decodes = () if plan.decode is None else (plan.decode,)
+        step = Step((*parts, *decodes), blocks, shared)
+        self._last = step, tokens
+        return self.run(step, tokens, scoring)
 
     @torch.no_grad()
     def run(
@@ -161,23 +253,30 @@ class ModelRunner:
                     attends, positions = self._sharing.scattered(run), positions[own]
             return self._model.logits(ids, positions, rows, attends)
 
-    def where_not_finite(self, last: tuple[Step, Mapping[int, Sequence[int]]] | None) -> str:
-        """Says where the model stops being finite in a step that has run. Collective.
+    def bytes_by_sequence(self) -> dict[int, int]:
+        """Returns the bytes that the last iteration moved for each sequence, by its plans."""
+        assert self._last is not None, "no iteration has run"
+        step, _ = self._last
+        moved = step.bytes_by_sequence(self._served)
+        return dict(zip(step.sequences, moved, strict=True))
 
-        The step runs again, without graphs, and the outputs of the modules are checked. All weights
-        are finite: loading refuses others.
+    def where_not_finite(self, ran: bool) -> str:
+        """Says where the model stops being finite in the last iteration. Collective.
+
+        It runs again, without graphs, and the outputs of the modules are checked. All weights are
+        finite: loading refuses others.
 
         Args:
-            last: step that has run last, and its new tokens of each sequence; None: this rank had
-                no part in it.
+            ran: whether this rank had a part in it.
 
         Returns:
             End of a sentence; empty if nothing is found.
         """
         dtype = str(self._served.dtype).removeprefix("torch.")
         outputs, graphs, self._graphs = Outputs(), self._graphs, None
-        if last is not None:
-            step, tokens = last
+        if ran:
+            assert self._last is not None, "no iteration has run"
+            step, tokens = self._last
             with outputs.watched(self._model.module):
                 self.run(replace(step, blocks={}), tokens)
         self._graphs = graphs
@@ -192,7 +291,3 @@ class ModelRunner:
             for heads in (shape.heads, shape.kv_heads)
         )
         run.attend(layer, q, kv, kv, self._model.scales[layer])
-
-    def drop(self, sequence: int) -> None:
-        """Forgets where the keys and values of a sequence are."""
-        self._steps.drop(sequence)

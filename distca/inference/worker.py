@@ -22,8 +22,8 @@ from distca.inference.messages import (
     SampledToken,
     Scores,
 )
+from distca.inference.model_runner import ModelRunner
 from distca.inference.models import DTYPES, ServedModel, read_model
-from distca.inference.pool_model import PoolModel
 from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
 from distca.inference.sequence_parallel import share_rows
 from distca.inference.tensor_parallel import join_ranks
@@ -116,17 +116,22 @@ class Worker:
         computes = self._rank < settings.parallel.world_size - servers
         capture = capture_for(model, device, settings.enforce_eager) if computes else None
         # Moves of blocks have buffers of their own.
-        self._model = PoolModel(
+        mover = (
+            make_transport(settings.parallel.transport, group, device, timeout)
+            if settings.moves_blocks
+            else None
+        )
+        # The pool gets its size once it is known what weights leave of a device's memory.
+        self._model = ModelRunner(
             model,
             core,
             device,
+            1,
             settings.cache.block_size,
             tensor_ranks,
             capture,
-            make_transport(settings.parallel.transport, group, device, timeout)
-            if settings.moves_blocks
-            else None,
             computes,
+            mover,
             settings.parallel.split,
         )
         self._sequences: dict[int, _Sequence] = {}
@@ -155,7 +160,7 @@ class Worker:
 
     def begin(self, blocks: int) -> None:
         """Allocates the pool."""
-        self._model.begin(blocks)
+        self._model.resize_pool(blocks)
 
     def watch(self, watch: LayerWatch) -> None:
         """Sets the object whose methods are called for each layer of all further iterations."""
@@ -228,7 +233,7 @@ class Worker:
                 for part in parts
             }
             with self._transport.checked(), self._trace.span(*_span(plan)):
-                self.logits = self._model.run(plan, fed, scoring)
+                self.logits = self._model.run_batch(plan, fed, scoring)
             self._ran = True
         choices = []
         for feed in iteration.feed:

@@ -21,7 +21,7 @@ from distca.commands.verify import answers
 from distca.commands.verify.ranks import chosen, join_ranks, run_stages
 from distca.commands.verify.stage import Context, Line
 from distca.inference import cuda_graphs
-from distca.inference.pool_model import PoolModel
+from distca.inference.model_runner import ModelRunner
 
 FAULTS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]] = {}
 """Stage in which a fault shows, and what puts it in, by the fault's name."""
@@ -82,8 +82,8 @@ def a_graph_replays_stale_inputs() -> Iterator[None]:
 
 @fault("memory")
 def a_pool_is_larger_than_the_memory() -> Iterator[None]:
-    room = PoolModel.room
-    with mock.patch.object(PoolModel, "room", lambda self, config: 2 * room(self, config)):
+    room = ModelRunner.room
+    with mock.patch.object(ModelRunner, "room", lambda self, config: 2 * room(self, config)):
         yield
 
 
