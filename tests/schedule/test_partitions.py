@@ -88,7 +88,12 @@ def test_a_chain_longer_than_the_prompt_is_not_searched() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "said"),
-    [((0.5, 0.0, 0.5), "a share above 0"), ((0.5, 0.4), "add up to 0.9"), ((), "above 0")],
+    [
+        ((0.5, 0.0, 0.5), "a share above 0"),
+        ((1.5, -0.5), "a share above 0"),
+        ((0.5, 0.4), "add up to 0.9"),
+        ((), "above 0"),
+    ],
 )
 def test_what_is_no_partition_is_refused(shares: tuple[float, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):

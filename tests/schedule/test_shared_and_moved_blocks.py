@@ -98,6 +98,28 @@ def test_a_prompt_begins_on_ranks_that_are_free_and_goes_on_with_more() -> None:
     assert moves == [[], [(1, 1, 0)], [], [], [], []]
 
 
+def test_ranks_are_busy_with_what_is_left_of_prompts_alone() -> None:
+    """A prompt of which a part is computed takes the seconds of the rest, behind that part."""
+    told: list[tuple[float, ...]] = []
+
+    class Told(GrowingGroups):
+        def plan(self, queued, *others):
+            told.append((*queued,))
+            return super().plan(queued, *others)
+
+    growing = Told(Search(TIMES, most_ranks=1, smallest_chunk=SIZE))
+    cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+    scheduler = Scheduler(cache, SchedulerConfig(4, 16, SIZE, 9, growing=growing), b"model")
+    scheduler.add(0, [1] * 40, 2)
+    assert iterate(scheduler) == [(0, 0, 16)]
+    scheduler.add(1, [2] * 20, 2)
+    assert iterate(scheduler) == [(0, 16, 16)]
+    assert iterate(scheduler) == [(0, 32, 8), (1, 0, 8)]
+    left = growing.seconds(1, 32, 8)
+    assert left > 0
+    assert [sorted(each) for each in told] == [[0.0, 0.0], [0.0, left]]
+
+
 def test_a_follower_goes_on_where_its_prompt_is() -> None:
     """Answers to a prompt that more ranks hold than the largest group has."""
     cache = PrefixCache(BlockPool(3, 40, SIZE))
