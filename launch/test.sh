@@ -32,7 +32,7 @@ case ${1:-} in
         version_of_python "${2:-}"
         launch/setup.sh python "$2"
         test_in ".venv-python-$2" tests/{plan,cost,documents,schedule,simulate,attention} \
-            tests/serve/test_exactness.py "${@:3}"
+            tests/inference/test_exactness.py "${@:3}"
         ;;
     --vllm)
         launch/setup.sh vllm

@@ -12,7 +12,7 @@ import pytest
 from support.pretraining import ROOT
 from support.ranks import Chosen, Ranks
 
-LONG = ("tests/training/", "tests/megatron_patches/loop/", "tests/serve/")
+LONG = ("tests/training/", "tests/megatron_patches/loop/", "tests/inference/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
