@@ -13,8 +13,8 @@
 
 To add a strategy of prefills: name it in `steps.py` (`Strategy`), make its plan there (`step_plan`)
 or in a file of its own, as `rings.py` does, and give it a flag's value in
-`distca/commands/described.py` and `served_strategy.py`. `tests/inference/test_exactness.py` compares
-its answers with one process's, and its bytes with the plan's.
+`distca/commands/described.py` and `served_strategy.py`. `tests/inference/test_exactness.py`
+compares its answers with one process's, and its bytes with the plan's.
 
 All are pure functions of values, and import no torch.
 """
