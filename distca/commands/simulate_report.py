@@ -23,8 +23,8 @@ CHARGED = (
     "exchanges take {interference:.0%} of\ncompute."
 )
 RANGES = (
-    "DistCA over it: the speed over these batches, and the range in which that over many batches "
-    "lies\n(95%). A range across 1 tells no difference."
+    "DistCA over it: the speed over these batches, and the 95% confidence interval of the mean "
+    "over many\nbatches. An interval that includes 1 means no clear difference."
 )
 RING = " The ring is --cp-comm-type p2p, Megatron's default."
 UNCHARGED = (
@@ -67,7 +67,7 @@ def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) 
     cluster = workload.cluster
     verdict = Verdict.of(choices)
     lines = [
-        str(verdict),
+        verdict.first_line(workload),
         f"{counted(workload.gpus, 'GPU')} of {cluster.name}, "
         f"{counted(workload.sequences, 'sequence')} of {counted(workload.context, 'token')}, "
         f"{batches} batch(es); simulated, not measured",

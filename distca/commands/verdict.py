@@ -25,7 +25,8 @@ TITLES = {
 }
 """Names of the systems for readers."""
 _CLOSE = (
-    f" The difference is within the simulator's error, {SIMULATORS_ERROR:.1%} against real runs."
+    f" The difference is within the simulator's error: {SIMULATORS_ERROR:.1%} of a step in the "
+    "median, against runs on CPUs."
 )
 _BESIDE = "beside those of the model, the data and the learning rate:"
 
@@ -59,10 +60,20 @@ class Verdict:
         return Verdict(ours, had, gain, asked, compared)
 
     def __str__(self) -> str:
-        """The answer in one line, with a sentence on a difference within the simulator's error."""
+        """The answer in one line, with a sentence on a difference within the simulator's error.
+
+        Such a difference is no reason to use DistCA, but one to stay with what is simpler.
+        """
         told = self.gain is not None and self.gain.faster is not None
         close = told and self.gain is not None and self.gain.within_error
         return self._answer() + (_CLOSE if close else "")
+
+    @property
+    def faster(self) -> bool | None:
+        """Whether DistCA is clearly faster; None: it is not clear."""
+        if self.gain is None or (self.gain.faster and self.gain.within_error):
+            return None
+        return self.gain.faster
 
     def _answer(self) -> str:
         """The answer without that sentence."""
@@ -70,23 +81,35 @@ class Verdict:
         if not self.asked:
             return f"Fastest of Megatron's: {had}." if had else "Nothing of Megatron's fits."
         if self.distca is None:
-            return f"Don't use DistCA: it does not fit in memory. Use {had or 'more GPUs'}."
+            if not had:
+                return "Nothing fits in memory: use more GPUs, or --recompute full."
+            return f"Don't use DistCA: it does not fit in memory. Use {had}."
         if not self.compared:
             return "No verdict: --systems has nothing that every user of Megatron has."
         if self.gain is None:
             return "Use DistCA: nothing of Megatron's that was simulated fits in memory."
-        if self.gain.faster:
+        if self.faster:
             return f"Use DistCA: {self.gain} times as fast as Megatron's best, {had}."
-        if self.gain.faster is None:
+        if self.faster is None:
             return (
-                f"No difference told: DistCA is {self.gain} times as fast as Megatron's best, {had}"
+                f"No clear difference: DistCA is {self.gain} times as fast as Megatron's best, "
+                + had
                 + (": one batch has no range." if math.isnan(self.gain.low) else ".")
             )
         return f"Don't use DistCA: {had} is {self.gain.inverse()} times as fast."
 
+    def first_line(self, workload: Workload) -> str:
+        """Returns the answer, and whether what it recommends cannot run as it was asked for."""
+        if self.faster and self.distca is not None and self.distca.candidate is not None:
+            try:
+                training_flags(self.distca.candidate, workload)
+            except ValueError:
+                return f"{self} It cannot run with these sizes, though: the last line says why."
+        return str(self)
+
     def how_to_train(self, workload: Workload) -> list[str]:
-        """Lines with the flags of what is recommended; of both where no difference is told."""
-        faster = None if self.gain is None else self.gain.faster
+        """Lines with the flags of what is recommended; of both where no difference is clear."""
+        faster = self.faster
         lines: list[str] = []
         if self.megatron is not None and not faster:
             lines += _flags_of_megatron(self.megatron, workload)

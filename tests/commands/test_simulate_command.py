@@ -81,7 +81,7 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
     gain = f"{speeds[-1] / speeds[best]:.3f} ("
     assert f"  {gain}" in lines[3 + best]
     assert titles[best] in lines[0]
-    assert lines[0].startswith(("Use DistCA: ", "No difference told: ", "Don't use DistCA: "))
+    assert lines[0].startswith(("Use DistCA: ", "No clear difference: ", "Don't use DistCA: "))
     assert lines[0].startswith("Don't") or gain in lines[0]
     assert plot.stat().st_size > 5000
     events = json.loads(trace.read_text())["traceEvents"]

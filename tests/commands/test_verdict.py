@@ -53,26 +53,28 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
         ),
         (
             [choice("packed", [0.9, 1.2, 1.0]), FLAT],
-            "No difference told: DistCA is 1.033 (0.654 to 1.413) times as fast as Megatron's "
+            "No clear difference: DistCA is 1.033 (0.654 to 1.413) times as fast as Megatron's "
             "best, plain Megatron.",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
             [choice("packed", [1.5]), choice("tiles", [1.0])],
-            "No difference told: DistCA is 1.500 times as fast as Megatron's best, plain "
+            "No clear difference: DistCA is 1.500 times as fast as Megatron's best, plain "
             "Megatron: one batch has no range.",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
             [choice("packed", [1.01, 1.01, 1.01]), FLAT],
-            "Use DistCA: 1.010 (1.010 to 1.010) times as fast as Megatron's best, plain Megatron. "
-            "The difference is within the simulator's error, 1.8% against real runs.",
-            ["pretrain_gpt.py"],
+            "No clear difference: DistCA is 1.010 (1.010 to 1.010) times as fast as Megatron's "
+            "best, plain Megatron. The difference is within the simulator's error: 1.8% of a step "
+            "in the median, against runs on CPUs.",
+            ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
             [choice("packed", [0.99, 0.99, 0.99]), FLAT],
             "Don't use DistCA: plain Megatron is 1.010 (1.010 to 1.010) times as fast. "
-            "The difference is within the simulator's error, 1.8% against real runs.",
+            "The difference is within the simulator's error: 1.8% of a step in the median, against "
+            "runs on CPUs.",
             ["Megatron-LM"],
         ),
         # What is not Megatron's is not what one has.
@@ -93,7 +95,7 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
         ),
         (
             [nothing("packed"), nothing("tiles")],
-            "Don't use DistCA: it does not fit in memory. Use more GPUs.",
+            "Nothing fits in memory: use more GPUs, or --recompute full.",
             [],
         ),
         ([choice("packed", [0.5, 0.5])], "Fastest of Megatron's: plain Megatron.", ["Megatron-LM"]),
@@ -112,6 +114,20 @@ def test_what_megatron_refuses_has_no_flags_but_a_line() -> None:
     assert str(verdict).startswith("Don't use DistCA: hybrid context parallel is")
     (line,) = verdict.how_to_train(JOB)
     assert line.startswith("No flags of Megatron-LM for hybrid context parallel: Megatron-LM gives")
+
+
+def test_what_cannot_run_as_asked_is_told_in_the_first_line() -> None:
+    """A sequence is no multiple of what the runtime cuts documents at."""
+    job = replace(JOB, context=8191)
+    choices = [choice("packed", [1.5, 1.5]), choice("tiles", [1.0, 1.0])]
+    verdict = Verdict.of(choices)
+    first, *_ = format_choices(choices, job, 2).splitlines()
+    (*_, last) = verdict.how_to_train(job)
+    assert first.endswith(
+        "plain Megatron. It cannot run with these sizes, though: the last line says why."
+    )
+    assert last.startswith("No flags of pretrain_gpt.py for DistCA, tiles, on 8 GPUs: ")
+    assert format_choices(choices, JOB, 2).splitlines()[0].endswith("plain Megatron.")
 
 
 def test_the_table_explains_itself() -> None:
