@@ -328,9 +328,9 @@ def _advise(
         )
     if not any(choice.tried for choice in choices):
         raise ValueError(
-            f"no configuration divides {workload.gpus} GPUs, {workload.model.layers} layers, "
+            f"no valid layout divides {workload.gpus} GPUs, {workload.model.layers} layers, "
             f"{workload.model.kv_heads} key-value heads and {workload.sequences} sequences: "
-            "give other sizes of tensor or pipeline parallelism, or another batch"
+            "give other sizes of tensor or pipeline parallelism, another --gpus or another batch"
         )
     return choices
 

@@ -105,7 +105,7 @@ def _why_not(choice: Choice, workload: Workload) -> str:
         return f"out of memory in all {choice.tried} configurations"
     if choice.system in WITHOUT_WINDOWS and not workload.model.sees_all:
         return "has neither windows nor chunks"
-    return "no configuration divides"
+    return "no valid layout divides"
 
 
 def charged_line(charges: Charges) -> str:

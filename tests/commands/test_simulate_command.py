@@ -174,7 +174,7 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
     for more, message in (
         (["--cluster", "dgx-1"], "no cluster 'dgx-1'"),
         (["--model", "gpt-2"], "no model 'gpt-2'"),
-        (["--gpus", "7"], "no configuration divides 7 GPUs"),
+        (["--gpus", "7"], "no valid layout divides 7 GPUs"),
         (["--batches", "0"], "--batches 0 must be at least 1"),
         (["--tolerance", "1"], "--tolerance 1.0 is out of range"),
         (["--network-gb-per-s", "-1"], "--network-gb-per-s -1.0 must be positive"),
