@@ -9,6 +9,9 @@ from distca.commands.described import Group
 from distca.commands.served_sparsity import CSPS
 from distca.inference.transports import TRANSPORTS, check_transport
 
+ALL_GATHER = "all-gather"
+"""Strategy of prefills by which all keys go to all ranks, a baseline."""
+
 
 def add_machine_flags(group: Group) -> None:
     """Adds the flags of what `--prefill-strategy auto` knows of this machine."""
@@ -92,10 +95,10 @@ def check_exchange(args: argparse.Namespace) -> None:
     servers = args.attention_servers
     if servers < 0:
         raise ValueError(f"--attention-servers {servers}: give 0 or more")
-    if servers and args.prefill_strategy == CSPS:
+    if servers and args.prefill_strategy in (CSPS, ALL_GATHER):
         raise ValueError(
-            f"--attention-servers {servers} hold keys of any rank, and {CSPS} chooses by where "
-            "keys are: leave one out"
+            f"--attention-servers {servers} hold keys of any rank, and {args.prefill_strategy} "
+            "goes by the ranks that compute: leave one out"
         )
     if servers and args.transport in ("shm", "nvshmem"):
         raise ValueError(

@@ -28,6 +28,7 @@ from distca.commands.served_sparsity import add_sparsity_flags, refuse_check
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.schedule.serving import STRATEGIES
 from distca.timeline import write_trace
+from distca.wording import counted
 
 _EPILOG = """
 examples:
@@ -190,7 +191,8 @@ def main(argv: Sequence[str]) -> int:
         lengths = known or [model.positions] * len(work.lengths)
         cache_bytes = bytes_needed(model, lengths, most, ranks, size, chain)
         cache_bytes = cache_bytes if known else min(cache_bytes, DEFAULT_BYTES)
-    check_room(model, max(work.lengths), most, ranks, size, cache_bytes)
+    holding = ranks + args.attention_servers
+    check_room(model, max(work.lengths), most, holding, size, cache_bytes)
     config = configure(
         model,
         ranks,
@@ -248,7 +250,8 @@ def main(argv: Sequence[str]) -> int:
         shown.answers(rows)
         tokens = sum(len(answer.token_ids) for answer in answers)
         sys.stdout.write(
-            f"{tokens} tokens on {config.parallel.world_size} ranks, {tokens / seconds:.1f} "
+            f"{tokens} tokens on {counted(config.parallel.world_size, 'rank')}, "
+            f"{tokens / seconds:.1f} "
             f"tokens/s; first token after {max(r['ttft_seconds'] for r in rows):.3f} s; "
             f"{sum(r['bytes_moved'] for r in rows):,} bytes moved; ranks started in "
             f"{loaded - begin:.1f} s\n"

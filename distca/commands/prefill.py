@@ -20,6 +20,7 @@ from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.torchrun import read_torchrun
+from distca.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,13 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
+    from distca.prefill.front import check_address
+
+    check_address(_address(args))
     sys.stderr.write(
         f"distca prefill: {told}\n"
-        f"distca prefill: {config.processes} ranks; vLLM reaches them at {_address(args)}\n"
+        f"distca prefill: {counted(config.processes, 'rank')}; vLLM's address for them: "
+        f"{_address(args)}\n"
     )
     try:
         torchrun(
@@ -261,7 +266,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {value}: give 0 or more")
     for flag, seconds in (("--lease", args.lease), ("--step-timeout", args.step_timeout)):
         if not 0 < seconds < float("inf"):
-            raise ValueError(f"{flag} {seconds}: give more than 0")
+            raise ValueError(f"{flag} {seconds}: give seconds above 0, not infinity")
     if not 0 < args.port < 65536:
         raise ValueError(f"--port {args.port}: give 1 to 65535")
     if not 0 < args.gpu_memory_utilization <= 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 ALL = "all"
 """Value of `--rank-groups` by which all ranks share each prompt."""
+
+_SMALLEST = 128
+"""Default of `--smallest-chunk`."""
 
 _STRATEGIES = ("pass-kv", "pass-q", "auto")
 """Values of `--prefill-strategy` that share a prompt among any ranks."""
@@ -49,7 +54,6 @@ def add_group_flags(group: Group) -> None:
     group.add_argument(
         "--smallest-chunk",
         type=int,
-        default=128,
         metavar="N",
         help="Fewest tokens of a chunk with ranks of its own, before the last one. Default: 128.",
     )
@@ -72,19 +76,21 @@ def served_groups(args: argparse.Namespace, model: ServedModel) -> GrowingGroups
         for flag, value in (
             ("--prefill-times", args.prefill_times),
             ("--improvement-rates", args.improvement_rates),
+            ("--smallest-chunk", args.smallest_chunk),
         ):
             if value is not None:
                 raise ValueError(f"{flag} {value} needs --rank-groups, such as --rank-groups cdsp")
         return None
     if args.prefill_strategy not in _STRATEGIES:
         raise ValueError(
-            f"--prefill-strategy {args.prefill_strategy} gives each rank its part of a prompt, and "
-            f"so does --rank-groups {args.rank_groups}: give one of {', '.join(_STRATEGIES)}"
+            f"--prefill-strategy {args.prefill_strategy} shares each prompt among all ranks, and "
+            f"--rank-groups {args.rank_groups} does not: give one of {', '.join(_STRATEGIES)}"
         )
     if getattr(args, "even_out", False):
         raise ValueError(f"--even-out has no meaning with --rank-groups {args.rank_groups}")
-    if args.smallest_chunk < 1:
-        raise ValueError(f"--smallest-chunk {args.smallest_chunk}: give at least 1")
+    smallest = _SMALLEST if args.smallest_chunk is None else args.smallest_chunk
+    if smallest < 1:
+        raise ValueError(f"--smallest-chunk {smallest}: give at least 1")
     if args.prefill_times is None:
         raise ValueError(
             f"--rank-groups {args.rank_groups} needs --prefill-times FILE: measure them by "
@@ -97,16 +103,30 @@ def served_groups(args: argparse.Namespace, model: ServedModel) -> GrowingGroups
     ):
         if path is not None and not path.is_file():
             raise ValueError(f"{flag} {path}: there is no such file")
-    times = PrefillModel.load(args.prefill_times)
-    times.check_is_of(hardware(), model.description)
-    rates = args.improvement_rates
+    rates = None
+    with _naming("--prefill-times", args.prefill_times):
+        times = PrefillModel.load(args.prefill_times)
+        times.check_is_of(hardware(), model.description)
+    if args.improvement_rates is not None:
+        with _naming("--improvement-rates", args.improvement_rates):
+            rates = ImprovementRates.load(args.improvement_rates)
     launched = read_torchrun()
     several = launched is not None and launched.machines > 1
-    growing = GrowingGroups(
-        Search(times, smallest_chunk=args.smallest_chunk),
-        args.rank_groups,
-        launched.local_world_size if launched is not None and several else None,
-        None if rates is None else ImprovementRates.load(rates),
-    )
-    growing.check(args.context_parallel_size)
+    with _naming("--rank-groups", args.rank_groups):
+        growing = GrowingGroups(
+            Search(times, smallest_chunk=smallest),
+            args.rank_groups,
+            launched.local_world_size if launched is not None and several else None,
+            rates,
+        )
+        growing.check(args.context_parallel_size)
     return growing
+
+
+@contextmanager
+def _naming(flag: str, value: object) -> Iterator[None]:
+    """Puts a flag and its value before what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag} {value}: {error}") from error

@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
             f"{each.tokens:,} tokens on {each.degree} rank{'s' * (each.degree > 1)}: "
             f"{each.seconds:.4g} s, fitted {fitted:.4g} s\n"
         )
-    sys.stdout.write(f"written to {args.output}\n{_advice(times, model.positions)}\n")
+    sys.stdout.write(f"written to {args.output}\n{_advice(times, lengths[-1])}\n")
     return 0
 
 
@@ -139,16 +139,14 @@ def worth_sharing(times: PrefillModel, degree: int, positions: int) -> int | Non
     return found
 
 
-def _advice(times: PrefillModel, positions: int) -> str:
-    """Says which prompts are worth sharing out."""
+def _advice(times: PrefillModel, longest: int) -> str:
+    """Says which prompts are worth sharing out, of those up to the longest that was measured."""
     degree = times.degrees[-1]
     if degree == 1:
         return "one rank shares nothing: measure more ranks to learn which prompts gain"
-    tokens = worth_sharing(times, degree, positions)
+    tokens = worth_sharing(times, degree, longest)
     if tokens is None:
-        return (
-            f"no prompt of up to {positions:,} tokens is faster on {degree} ranks than on one here"
-        )
+        return f"no prompt of up to {longest:,} tokens is faster on {degree} ranks than on one here"
     return (
         f"from {tokens:,} tokens on {degree} ranks are faster than one: distca_min_tokens "
         f"{tokens} of vLLM's connector, if vLLM's own prefill is as fast as one rank"

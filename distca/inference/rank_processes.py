@@ -156,10 +156,13 @@ class RankProcesses:
             self._end_now()
 
     def _end_now(self) -> None:
+        for process in self._processes:
+            process.kill()
+        # First of all: a signal ends this process soon.
+        self._folder.cleanup()
         self._kill()
         for pipe in self._pipes:
             pipe.close()
-        self._folder.cleanup()
 
     def _send(self, call: tuple[str, object]) -> None:
         for rank, pipe in enumerate(self._pipes):

@@ -66,6 +66,33 @@ class _Asked:
     told: Counter[tuple[str, int]] = field(default_factory=Counter)
 
 
+def bind(socket: zmq.Socket, address: str) -> None:
+    """Lets a socket listen at an address.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ValueError(
+            f"cannot listen at {address}: {error.strerror}: give another --port or --host"
+        ) from None
+
+
+def check_address(address: str) -> None:
+    """Checks that a process of this machine can listen at an address.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    socket: zmq.Socket = zmq.Context.instance().socket(zmq.ROUTER)
+    try:
+        bind(socket, address)
+    finally:
+        socket.close(linger=0)
+
+
 class Front:
     """Sockets of the first prefill rank.
 
@@ -87,10 +114,7 @@ class Front:
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ValueError(f"{address}: nobody can listen there: {error}") from None
+        bind(self._socket, address)
         self._decoder = decoder(ToFront)
         self._peers: dict[bytes, Hello] = {}
         self._heard: dict[bytes, float] = {}

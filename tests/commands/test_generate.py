@@ -60,6 +60,28 @@ def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None
         }
 
 
+def test_blocks_move_through_memory_that_ranks_share(command, model: str, tmp_path: Path) -> None:
+    """Not all ranks have as many to send, and some have none."""
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([[n % 97 for n in range(length)] for length in (17, 300, 129)]))
+    flags = "--context-parallel-size 3 --block-size 7 --transport shm --even-out --max-tokens 4"
+    chain = "--prefill-strategy runahead --partition 0.5,0.3,0.2 --check".split()
+    out = command.run(model, "--prompt-ids", str(ids), *flags.split(), *chain)
+    assert "12 of 12 tokens the same: equal" in out
+
+
+def test_attention_servers_have_room_for_prompts(command, model: str, tmp_path: Path) -> None:
+    """That the ranks with weights have not."""
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([[n % 97 for n in range(200)]]))
+    flags = "--context-parallel-size 1 --attention-servers 2 --max-tokens 4 --check".split()
+    # 8 blocks of 16 tokens on each of three ranks.
+    flags += ["--kv-cache-memory-bytes", str(8 * 12_288), "--max-num-batched-tokens", "64"]
+    out = command.run(model, "--prompt-ids", str(ids), *flags)
+    assert "4 tokens on 3 ranks, " in out
+    assert "4 of 4 tokens the same: equal" in out
+
+
 def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
     """Before any rank starts."""
     files = {

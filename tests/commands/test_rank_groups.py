@@ -100,7 +100,7 @@ def test_flags_say_how_groups_grow(model: str, tmp_path: Path) -> None:
         ("--rank-groups fixed-4 --prefill-times {times}", "2 ranks are no groups of 4"),
         (
             "--rank-groups cdsp --prefill-times {times} --prefill-strategy runahead",
-            "--prefill-strategy runahead gives each rank its part of a prompt, and so does",
+            "--prefill-strategy runahead shares each prompt among all ranks",
         ),
         ("--rank-groups cdsp --prefill-times {times} --even-out", "--even-out has no meaning"),
         ("--rank-groups cdsp --prefill-times {times} --smallest-chunk 0", "give at least 1"),
@@ -114,6 +114,9 @@ def test_flags_say_how_groups_grow(model: str, tmp_path: Path) -> None:
         ),
         ("--prefill-times {times}", "needs --rank-groups, such as --rank-groups cdsp"),
         ("--improvement-rates {times}", "needs --rank-groups, such as --rank-groups cdsp"),
+        ("--smallest-chunk 0", "needs --rank-groups, such as --rank-groups cdsp"),
+        ("--rank-groups CDSP --prefill-times {times}", "--rank-groups CDSP: no strategy 'CDSP'"),
+        ("--attention-servers 1 --prefill-strategy all-gather", "all-gather goes by the ranks"),
     ],
 )
 def test_mistakes_are_a_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -146,7 +147,7 @@ def test_ranks_that_end_leave_nobody_waiting(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         (["--port", "0"], "--port 0: give 1 to 65535"),
-        (["--lease", "0"], "--lease 0.0: give more than 0"),
+        (["--lease", "0"], "--lease 0.0: give seconds above 0"),
         (["--prefill-strategy", "sp-tp"], "invalid choice: 'sp-tp'"),
         (["--kv-cache-memory-bytes", "100"], "--kv-cache-memory-bytes 100 is less than a block"),
         (["--context-parallel-size", "0"], "--context-parallel-size 0: give at least 1"),
@@ -166,3 +167,18 @@ def test_mistakes_are_a_line_before_ranks_start(
     told = capsys.readouterr().err.strip().splitlines()
     assert line in told[-1]
     assert "distca prefill" in told[-1]
+
+
+def test_a_port_in_use_is_told_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from distca.commands.main import main
+
+    folder = save_small_model("llama", tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit) as ended:
+            main(["prefill", str(folder), "--port", port, "--model-impl", "transformers"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert f"cannot listen at tcp://127.0.0.1:{port}: Address already in use" in told[-1]

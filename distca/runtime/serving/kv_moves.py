@@ -44,7 +44,7 @@ class KvMoves:
     Args:
         pool: keys and values of this rank.
         transport: transport between the ranks, which nothing else uses.
-        moves: moves of all ranks, in an order that all of them know.
+        moves: moves of all ranks, at least one, in an order that all of them know.
     """
 
     def __init__(self, pool: KVCache, transport: Transport, moves: Sequence[BlockMove]) -> None:
@@ -64,9 +64,11 @@ class KvMoves:
             _put_at(moves, mine, len(ranks), block),
         )
         self._pending: dict[int, Pending] = {}
+        # Memory that ranks share has one size on all of them, also on those without a move.
+        sent, received = Counter(m.source for m in moves), Counter(m.to for m in moves)
+        room = ChannelBytes(max(sent.values()) * block, max(received.values()) * block)
+        transport.reserve({_channel(slot): room for slot in range(_SLOTS)})
         if self._sizes.sent or self._sizes.received:
-            room = ChannelBytes(self._sizes.sent, self._sizes.received)
-            transport.reserve({_channel(slot): room for slot in range(_SLOTS)})
             self._start(0)
 
     @property
