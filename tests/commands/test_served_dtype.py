@@ -13,7 +13,8 @@ from distca.commands.served_dtype import served_dtype
 
 COMMANDS = [
     "generate no-model --prompt A --dtype float32",
-    "serve no-model --dtype float32",
+    "prefill no-model --dtype float32",
+    "tune groups no-model --context-parallel-size 2 --output DIR/times.json --dtype float32",
     "tune partitions no-model --context-parallel-size 2 --output DIR/table.json --dtype float32",
     "tune sparsity no-model --context-parallel-size 2 --prompts none --output DIR --dtype float32",
     "profile --output DIR/profile.json --dtype fp32",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -16,6 +14,7 @@ from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig, is_long
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.scheduler import Scheduler
+from support.engines import changed
 from support.token_engine import token_settings
 
 SIZE = 4
@@ -50,9 +49,9 @@ def test_salts_follow_what_is_dropped() -> None:
     salts = []
     for sparsity, ranks in ((dense, 4), (other, 4), (other, 2)):
         strategy = NearToFar(Levels(Links(2), ranks), sparsity, (None,) * 3)
-        settings = replace(token_settings(), strategy=strategy)
+        settings = changed(token_settings(), strategy=strategy)
         salts.append(settings.sparse_salt)
-    assert salts[0] == settings.salt == token_settings().sparse_salt
+    assert salts[0] == settings.model.salt == token_settings().sparse_salt
     assert len({*salts}) == 3
 
 
