@@ -97,8 +97,8 @@ def check_exchange(args: argparse.Namespace) -> None:
         raise ValueError(f"--attention-servers {servers}: give 0 or more")
     if servers and args.prefill_strategy in (CSPS, ALL_GATHER):
         raise ValueError(
-            f"--attention-servers {servers} hold keys of any rank, and {args.prefill_strategy} "
-            "goes by the ranks that compute: leave one out"
+            f"--prefill-strategy {args.prefill_strategy} does not work with --attention-servers "
+            f"{servers}: leave one out"
         )
     if servers and args.transport in ("shm", "nvshmem"):
         raise ValueError(
