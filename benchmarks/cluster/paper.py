@@ -153,8 +153,8 @@ def main() -> None:
         "--most-sequences",
         type=int,
         metavar="N",
-        help="only jobs with at most so many in a batch, in a table whose other jobs are those of "
-        "the stored one",
+        help="remake only the jobs with at most N sequences in a batch, and keep the others of "
+        "the stored table",
     )
     parser.add_argument("--published", type=Path, metavar="DIR")
     parser.add_argument("--baseline-ideal", action="store_true", help="charge nothing")

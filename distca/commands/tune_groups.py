@@ -44,7 +44,7 @@ def build_parser() -> Parser:
         nargs="+",
         metavar="TOKENS",
         help="Lengths of prompts, at least three. Default: 1/8, 1/4, 1/2 and all of the model's "
-        "positions, of which at most 131,072 count.",
+        "positions, or of 131,072 if it has more.",
     )
     parser.add_argument(
         "--rounds",
@@ -154,7 +154,7 @@ def _advice(times: PrefillModel, longest: int) -> str:
 
 
 def _lengths(positions: int) -> list[int]:
-    """Returns lengths of prompts for a model of so many positions."""
+    """Returns the default lengths of prompts, by the model's positions."""
     # The token that follows needs a position, too.
     most = min(positions - 1, 131072)
     return [max(most // part, number + 1) for number, part in enumerate((8, 4, 2, 1))]
@@ -169,5 +169,5 @@ def _check_flags(args: argparse.Namespace) -> None:
         if min(args.lengths) < 1:
             raise ValueError(f"--lengths {min(args.lengths)}: give at least 1")
         if len({*args.lengths}) < 3:
-            raise ValueError("--lengths: give at least three, of which times are fitted")
+            raise ValueError("--lengths: give at least three, so that times can be fitted")
     check_output("--output", args.output)

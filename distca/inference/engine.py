@@ -2,7 +2,7 @@
 
 It computes nothing and talks to nobody. Whoever drives it runs what `schedule` returns on all
 workers, and gives what they say to `finish`: `LLM` and `PrefillRank`, on ranks that all have an
-engine. Engines that are told the same decide the same.
+engine. Engines that get the same requests decide the same.
 """
 
 from __future__ import annotations

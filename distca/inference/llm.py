@@ -226,10 +226,10 @@ class LLM:
             on_token: function that is told of each token, with `n` times the prompt's number plus
                 the answer's.
             penalties: changes of logits, and fewest tokens of an answer.
-            logprobs: how many of the likeliest tokens are told beside each token; None: no
-                log-probabilities are.
-            prompt_logprobs: whether log-probabilities of the prompts' tokens are told as well.
-                Such prompts are computed whole.
+            logprobs: number of likeliest tokens whose log-probabilities each answer has, beside
+                those of its own tokens; None: it has none.
+            prompt_logprobs: whether answers have log-probabilities of their prompts' tokens. The
+                prefix cache is not used for such prompts.
 
         Returns:
             The prompts with their answers, in their order.

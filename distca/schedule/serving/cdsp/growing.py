@@ -45,7 +45,7 @@ class GrowingGroups:
         return times.seconds(degree, cached, tokens)
 
     def check(self, ranks: int) -> None:
-        """Checks that prompts can be planned on so many ranks.
+        """Checks that prompts can be planned on this number of ranks.
 
         Raises:
             ValueError: there are fewer ranks than the smallest group that was measured, or the
