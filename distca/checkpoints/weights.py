@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distca.checkpoints.config_values import check_values
+from distca.checkpoints.hub import check_path
 from distca.checkpoints.stored_weights import (
     FLOATING_POINT,
     Content,
@@ -182,8 +183,7 @@ class Checkpoint:
         """
         from transformers import AutoConfig
 
-        if not Path(path).exists() and not _may_be_on_hub(path):
-            raise ValueError(f"{path}: no such folder")
+        check_path(path)
         if Path(path).is_file():
             raise ValueError(f"{path} is a file, not a folder: give the folder of a model")
         if Path(path).exists() and not (Path(path) / "config.json").is_file():
@@ -406,15 +406,6 @@ def _renaming(model: PreTrainedModel, converts: bool) -> Callable[[str], tuple[s
         return found[0], found[1]
 
     return rename
-
-
-def _may_be_on_hub(path: str) -> bool:
-    """Whether a path that does not exist can be a name on the Hugging Face hub: OWNER/NAME.
-
-    Where there is a folder called as the owner, a folder in it is meant.
-    """
-    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None
-    return is_name and not Path(path).parent.exists()
 
 
 def _reason(error: Exception) -> str:

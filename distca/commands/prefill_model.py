@@ -7,6 +7,7 @@ import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from distca.checkpoints.hub import check_path
 from distca.commands.command_line import Parser
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def read_prefill_model(args: argparse.Namespace) -> tuple[ServedModel, str]:
     """Reads the model; returns it, and a sentence that says whose code computes it.
 
     Raises:
-        ValueError: the model cannot be computed by that code.
+        ValueError: there is no such model, or it cannot be computed by that code.
         ImportError: a package is missing.
     """
+    check_path(args.model)
     if args.model_impl == "transformers":
         return _of_transformers(args), "transformers' code computes the layers"
     if args.model_impl == "vllm":
