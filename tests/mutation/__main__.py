@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from mutation.copies import PACKAGES, files_of
 from mutation.covering import Covering
+from mutation.explained import read_explained, report
 from mutation.running import run
 from mutation.sampling import sample
 
@@ -64,8 +64,7 @@ def main(arguments: list[str] | None = None, root: Path = Path(__file__).parents
             running = run(todo, root, covering.tests, options.seconds, options.jobs)
             for item, result in tqdm(running, total=len(todo), unit="mutant", file=sys.stderr):
                 database.set_result(item.job_id, result)
-    shown = ["--surviving-only", "--show-output", "--show-diff", str(session)]
-    subprocess.run([sys.executable, "-m", "cosmic_ray.tools.report", *shown], check=True)
+        print("\n".join(report(database.completed_work_items, read_explained())))
     print(f"all results: {session}")
     return 0
 

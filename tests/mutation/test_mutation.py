@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ from mutation import __main__ as mutation
 from mutation import running
 from mutation.copies import copied, files_of
 from mutation.covering import Asked, Covering, in_order
+from mutation.explained import Explained, outdated, read_explained, report
 from mutation.running import choose, run
 from mutation.sampling import sample, without_effect
 
@@ -269,13 +272,43 @@ def test_a_mutant_that_was_run_is_not_run_again(root, capfd, monkeypatch):
     every = [item.job_id for item in itertools.islice(sample(root, [ROOMS], 5), 6)]
     for number in ("4", "6"):
         assert mutation.main(["--seed", "5", "--mutants", number], root) == 0
-    report = capfd.readouterr().out
-    assert "+ more" in report
-    assert "because" in report
-    assert "surviving mutants: 6 (100.00%)" in report
+    listed = capfd.readouterr().out
+    assert "+ more" in listed
+    assert "because" in listed
+    assert "surviving mutants: 6 of 6 (100.00%), 0 of them explained" in listed
     assert mutation.main(["--seed", "5", "--mutants", "5", "--again"], root) == 0
-    assert "surviving mutants: 1 (16.67%)" in capfd.readouterr().out
+    assert "surviving mutants: 1 of 6 (16.67%), 0 of them explained" in capfd.readouterr().out
     assert ran == [every[:4], every[4:], every[:5]]
+
+
+def test_survivors_with_a_reason_are_not_listed(root):
+    diff = f"--- a/{ROOMS}\n+++ b/{ROOMS}\n@@ -1 +1 @@\n-    return a and 3\n+    return a or 3\n"
+    survived, killed = (
+        work_item.WorkResult("normal", "because", outcome, diff)
+        for outcome in ("survived", "killed")
+    )
+    (item,) = mutants(root, {10: "ReplaceAndWithOr"})
+    known = Explained(ROOMS, ("return a and 3",), ("return a or 3",), "It may be.")
+    other = replace(known, becomes=("return a",))
+    assert [*report([(item, survived), (item, killed)], [known])] == [
+        "surviving mutants: 1 of 2 (50.00%), 1 of them explained"
+    ]
+    listed = [*report([(item, survived)], [other])]
+    assert "because" in listed
+    assert listed[-1] == "surviving mutants: 1 of 1 (100.00%), 0 of them explained"
+    assert [*report([], [known])] == ["no mutant was run"]
+    assert outdated(
+        root, [known, replace(known, was=("return 3",)), replace(known, file="no")]
+    ) == [
+        replace(known, was=("return 3",)),
+        replace(known, file="no"),
+    ]
+
+
+def test_reasons_are_of_lines_that_are_there():
+    table = read_explained()
+    assert not outdated(Path(__file__).parents[2], table)
+    assert all(each.why and each.was != each.becomes for each in table)
 
 
 def test_code_of_some_folders_alone_is_mutated(root, monkeypatch):
