@@ -22,6 +22,7 @@ from distca.inference.messages import (
     ScheduledRequest,
 )
 from distca.inference.sampling import TokenLogprobs
+from distca.schedule.serving.block_ranks import BlockRanks
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.partitions import Chain
@@ -84,9 +85,7 @@ class Engine:
         self._scores: dict[int, dict[int, TokenLogprobs]] = {}
         self._drop: list[int] = []
         self._last: dict[int, int] = {}
-        self._ranks: dict[int, list[int]] = {}
-        # Ranks that hold blocks of each sequence.
-        self._holders: dict[int, set[int]] = {}
+        self._ranks = BlockRanks()
         self._batch: SchedulerOutput | None = None
 
     @property
@@ -140,33 +139,23 @@ class Engine:
         if batch is None:
             return None
         self._batch = batch
-        for number in batch.preempted:
-            self._drop.append(number)
-            del self._ranks[number], self._holders[number]
+        self._ranks.take(batch)
+        self._drop += batch.preempted
         admits, feeds = [], []
         for feed in batch.feeds:
             if feed.admitted:
                 admits.append(self._admit(feed))
-            ranks = [block.rank for block in feed.new_blocks]
-            self._ranks[feed.sequence] += ranks
-            self._holders[feed.sequence].update(ranks)
             feeds.append(
                 ScheduledRequest(
                     feed.sequence,
                     feed.start,
                     feed.count,
                     feed.samples,
-                    ranks,
+                    [block.rank for block in feed.new_blocks],
                     [block.number for block in feed.new_blocks],
                     None if feed.admitted else self._last.pop(feed.sequence, None),
                 )
             )
-        # Sequences that gave up their blocks meanwhile have none that could move.
-        for move in batch.moves:
-            if move.sequence in self._ranks:
-                self._ranks[move.sequence][move.index] = move.to.rank
-        for sequence in {move.sequence for move in batch.moves} & self._ranks.keys():
-            self._holders[sequence] = set(self._ranks[sequence])
         drop, self._drop = self._drop, []
         moves = [Moved(each.sequence, each.index, *each.source, *each.to) for each in batch.moves]
         message = ExecuteBatch(self.counts.iterations, drop, admits, feeds, moves)
@@ -221,13 +210,12 @@ class Engine:
         config = self._config
         if batch.moves or not config.members_only:
             return range(config.processes)
-        ranks = set[int]().union(*(self._holders[feed.sequence] for feed in batch.feeds))
+        ranks = set[int]().union(*(self._ranks.holders(feed.sequence) for feed in batch.feeds))
         size = config.parallel.tensor_parallel_size
         return {rank * size + number for rank in ranks for number in range(size)}
 
     def _admit(self, feed: ScheduledTokens) -> NewRequest:
         request, tokens = self._requests[feed.sequence], self._tokens[feed.sequence]
-        self._ranks[feed.sequence], self._holders[feed.sequence] = [], set()
         self._found.setdefault(feed.sequence, feed.start)
         self._last.pop(feed.sequence, None)
         return NewRequest(
@@ -251,6 +239,5 @@ class Engine:
         """Forgets a request that has ended; workers do with the next iteration."""
         for known in (self._requests, self._tokens, self._found, self._last, self._scores):
             known.pop(number, None)  # type: ignore[attr-defined]
-        self._holders.pop(number, None)
-        if self._ranks.pop(number, None) is not None:
+        if self._ranks.forget(number):
             self._drop.append(number)

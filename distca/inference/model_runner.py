@@ -174,16 +174,13 @@ class ModelRunner:
         Returns:
             As `run` does.
         """
-        parts, shared = [], None
-        if plan.chunks is not None:
-            if self._split is not None:
-                shared = self._split.share(int(plan.new_tokens.sum()))
-            parts.append(plan.chunks)
+        shared = None
+        if plan.chunks is not None and self._split is not None:
+            shared = self._split.share(int(plan.new_tokens.sum()))
         new, self._new_blocks = self._new_blocks, {}
         rank = self._transport.rank
         blocks = {(sequence, rank): tuple(each) for sequence, each in new.items()}
-        decodes = () if plan.decode is None else (plan.decode,)
-        step = Step((*parts, *decodes), blocks, shared)
+        step = Step(plan.parts, blocks, shared)
         self._last = step, tokens
         return self.run(step, tokens, scoring)
 

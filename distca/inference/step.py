@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from distca.inference.models import ServedModel
-from distca.plan import Mask
 from distca.schedule.serving.blocks import NewBlocks
 from distca.schedule.serving.csps.layouts import SharedRows
 from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.iteration import bytes_by_sequence
 from distca.schedule.serving.prefill_batch import PrefillBatch
 
 
@@ -36,19 +35,8 @@ class Step:
 
     def bytes_by_sequence(self, model: ServedModel) -> list[int]:
         """Bytes that the step moves for each sequence, in all layers, by its plans."""
-        found: list[int] = []
         size = model.tensor_parallel_size
-        for part in self.parts:
-            if isinstance(part, PrefillBatch):
-                moved = part.bytes_by_sequence(model.windows, model.shape, size)
-            else:
-                layers = Counter(model.windows).items()
-                of_masks = [
-                    count * part.bytes_by_sequence(Mask(window), model.shape)
-                    for window, count in layers
-                ]
-                moved = size * np.sum(of_masks, axis=0)
-            found += moved.tolist()
+        found = bytes_by_sequence(self.parts, model.windows, model.shape, size)
         if self.shared is not None:
             tokens = [np.sum(part.rows - part.before, axis=1) for part in self.parts]
             found = (self.shared.bytes_by_sequence(np.concatenate(tokens)) + found).tolist()

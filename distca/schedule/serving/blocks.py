@@ -92,6 +92,12 @@ class BlockPool:
             taken.append(blocks)
         return tuple(taken)
 
+    def take(self, rank: int) -> int:
+        """Takes the lowest free block of a rank, with one reference; there must be one."""
+        block = heapq.heappop(self._free[rank])
+        self._references[rank][block] = 1
+        return block
+
     def share(self, rank: int, blocks: Iterable[int]) -> None:
         """Adds a reference to each of these blocks, which have some already."""
         for block in blocks:

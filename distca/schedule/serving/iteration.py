@@ -6,11 +6,13 @@ sequence has on one rank alone is computed there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.schedule.serving.decode import DecodeBatch
@@ -62,6 +64,39 @@ class BatchPlan:
     decode: DecodeBatch | None
     new_tokens: Int64s
     members: frozenset[int]
+
+    @property
+    def parts(self) -> tuple[PrefillBatch | DecodeBatch, ...]:
+        """What there is of both, in the order in which a layer's attention runs."""
+        return tuple(each for each in (self.chunks, self.decode) if each is not None)
+
+
+def bytes_by_sequence(
+    parts: Sequence[PrefillBatch | DecodeBatch],
+    windows: Sequence[int | None],
+    shape: AttentionShape,
+    tensor_ranks: int,
+) -> list[int]:
+    """Returns the bytes that all layers move for each sequence, those of one part after the other.
+
+    Args:
+        parts: parts of an iteration.
+        windows: for each layer how many earlier tokens a query sees; None: all.
+        shape: heads of one tensor-parallel rank.
+        tensor_ranks: tensor-parallel ranks, whose bytes are added up.
+    """
+    found: list[int] = []
+    for part in parts:
+        if isinstance(part, PrefillBatch):
+            moved = part.bytes_by_sequence(windows, shape, tensor_ranks)
+        else:
+            of_masks = [
+                count * part.bytes_by_sequence(Mask(window), shape)
+                for window, count in Counter(windows).items()
+            ]
+            moved = tensor_ranks * np.sum(of_masks, axis=0)
+        found += moved.tolist()
+    return found
 
 
 def plan_iteration(

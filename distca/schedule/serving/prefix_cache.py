@@ -57,10 +57,13 @@ class PrefixCache:
     Args:
         pool: pool that nobody else takes blocks from.
         enabled: whether blocks are kept for whoever comes; else for those alone that wait for them.
+
+    Attributes:
+        pool, enabled: see above.
     """
 
     def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
-        self.pool, self._enabled = pool, enabled
+        self.pool, self.enabled = pool, enabled
         self._by_digest: dict[bytes, Block] = {}
         self._digests: dict[Block, bytes] = {}
         # Blocks without another holder, by rank, the least recently used first.
@@ -86,8 +89,7 @@ class PrefixCache:
         """Takes a block, which must be `available`: a free one, or the least recently used."""
         if not self.pool.free(rank):
             self._forget(next(iter(self._idle[rank])))
-        counts = [int(each == rank) for each in range(self.pool.world_size)]
-        return Block(rank, self.pool.allocate(counts)[rank][0])
+        return Block(rank, self.pool.take(rank))
 
     def find(self, wanted: Iterable[bytes], waited: bool = False) -> list[Block]:
         """Returns the blocks of the longest prefix that is kept, and makes the caller a holder.
@@ -97,7 +99,7 @@ class PrefixCache:
             waited: whether blocks count that are kept for those alone that wait for them.
         """
         found: list[Block] = []
-        for digest in wanted if self._enabled or waited else ():
+        for digest in wanted if self.enabled or waited else ():
             block = self._by_digest.get(digest)
             if block is None:
                 break
@@ -114,7 +116,7 @@ class PrefixCache:
             digest: what it is found by.
             waited: whether someone waits for it, so that it is kept in any case: see `let_go`.
         """
-        wanted = self._enabled or waited
+        wanted = self.enabled or waited
         if wanted and digest not in self._by_digest and block not in self._digests:
             self._by_digest[digest] = block
             self._digests[block] = digest
@@ -122,7 +124,7 @@ class PrefixCache:
 
     def let_go(self, waited: Iterable[bytes]) -> None:
         """Forgets blocks for which nobody waits any more, unless all are kept."""
-        for digest in () if self._enabled else waited:
+        for digest in () if self.enabled else waited:
             if digest in self._by_digest:
                 self._forget(self._by_digest[digest])
 

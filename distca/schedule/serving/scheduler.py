@@ -283,12 +283,13 @@ class Scheduler:
                 self._end(each)
                 self._hand_over(each)
                 continue
-            before = each.computed // self._block_size
+            before = each.full
             each.computed += feed.count
-            self._extend_digests(each)
             leads = each.number in self._followers
-            for full in range(before, each.computed // self._block_size):
-                self._cache.keep(each.blocks[full], each.digests[full], waited=leads)
+            if self._cache.enabled or leads:
+                self._extend_digests(each)
+                for full in range(before, each.full):
+                    self._cache.keep(each.blocks[full], each.digests[full], waited=leads)
             if each.holds and each.computed == len(each.tokens):
                 self._running.remove(each)
                 self._held[each.number] = each
@@ -435,9 +436,10 @@ class Scheduler:
 
     def _look_up(self, each: Request) -> None:
         """Finds the blocks of a sequence's longest prefix; its last token is always computed."""
-        self._extend_digests(each)
-        full = 0 if each.scored else (len(each.tokens) - 1) // self._block_size
         waited = each.prefix is not None or each.number in self._followers
+        if self._cache.enabled or waited:
+            self._extend_digests(each)
+        full = 0 if each.scored else (len(each.tokens) - 1) // self._block_size
         each.blocks = self._cache.find(each.digests[:full], waited)
         each.computed = len(each.blocks) * self._block_size
 
