@@ -109,15 +109,34 @@ def test_ranks_are_busy_with_what_is_left_of_prompts_alone() -> None:
 
     growing = Told(Search(TIMES, most_ranks=1, smallest_chunk=SIZE))
     cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
-    scheduler = Scheduler(cache, SchedulerConfig(4, 16, SIZE, 9, growing=growing), b"model")
+    scheduler = Scheduler(cache, SchedulerConfig(4, 32, SIZE, 9, growing=growing), b"model")
     scheduler.add(0, [1] * 40, 2)
     assert iterate(scheduler) == [(0, 0, 16)]
     scheduler.add(1, [2] * 20, 2)
-    assert iterate(scheduler) == [(0, 16, 16)]
-    assert iterate(scheduler) == [(0, 32, 8), (1, 0, 8)]
-    left = growing.seconds(1, 32, 8)
+    assert iterate(scheduler) == [(0, 16, 16), (1, 0, 16)]
+    left = growing.seconds(1, 16, 24)
     assert left > 0
     assert [sorted(each) for each in told] == [[0.0, 0.0], [0.0, left]]
+
+
+def test_groups_compute_side_by_side() -> None:
+    """A rank is fed its share of an iteration's tokens, whoever came first."""
+    of_one = GrowingGroups(Search(TIMES, most_ranks=1, smallest_chunk=SIZE))
+    cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+    scheduler = Scheduler(cache, SchedulerConfig(4, 16, SIZE, 9, growing=of_one), b"model")
+    for number in range(3):
+        scheduler.add(number, [number] * 20, 2)
+    assert iterate(scheduler) == [(0, 0, 8), (1, 0, 8)]
+    assert iterate(scheduler) == [(0, 8, 8), (1, 8, 8)]
+    # The third one gets what its rank is not fed by others.
+    assert iterate(scheduler) == [(0, 16, 4), (1, 16, 4), (2, 0, 4)]
+    assert iterate(scheduler) == [(0, 20, 1), (1, 20, 1), (2, 4, 8)]
+    # A group of two is fed the shares of both, and an iteration feeds a token at least.
+    for most, fed in ((16, 16), (2, 2), (1, 1)):
+        cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+        scheduler = Scheduler(cache, SchedulerConfig(1, most, SIZE, 9, growing=GROWING), b"model")
+        scheduler.add(0, [1] * 60, 2)
+        assert iterate(scheduler) == [(0, 0, fed)]
 
 
 def test_a_follower_goes_on_where_its_prompt_is() -> None:

@@ -29,6 +29,26 @@ class GroupGiver:
         self._cache, self._ranks, self._limits = cache, ranks, limits
         self._load = None if limits.growing is None else limits.growing.load()
         self._now = 0.0
+        # Tokens that each rank can still be fed in the iteration that is scheduled.
+        self._left: list[int] = []
+
+    def begin(self) -> None:
+        """Begins an iteration, in which each rank computes its share of the most tokens.
+
+        Groups compute side by side then, and none waits long for the others to end the iteration.
+        """
+        self._left = [max(self._limits.tokens // self._ranks, 1)] * self._ranks
+
+    def most(self, each: Request) -> int:
+        """Returns the most tokens of a sequence's chunk that its ranks can still be fed."""
+        ranks = remaining(each)[0].ranks
+        return min(self._left[rank] for rank in ranks) * len(ranks)
+
+    def feed(self, each: Request, count: int) -> None:
+        """Notes that tokens of a sequence's chunk are fed."""
+        left = remaining(each)
+        for rank in left[0].ranks if left else ():
+            self._left[rank] -= -(-count // len(left[0].ranks))
 
     def arrived(self, now: float) -> None:
         """Notes that a sequence has arrived, at a time in seconds that never goes back."""

@@ -15,7 +15,8 @@ class SchedulerConfig:
 
     Attributes:
         sequences: most sequences that run at a time.
-        tokens: most tokens that an iteration feeds.
+        tokens: most tokens that an iteration feeds; with groups that grow each rank computes at
+            most an equal share of them.
         stripe: consecutive decoded positions of a long sequence that one rank owns; a multiple of
             the blocks' size.
         short: tokens below which a sequence is short.

@@ -201,6 +201,7 @@ class Scheduler:
         feeds: list[ScheduledTokens] = []
         preempted: list[int] = []
         moves = self._mover.settle(self._long())
+        self._groups.begin()
         if self._limits.evens_out:
             moves += self._mover.even_out(self._just_computed())
         for each, group in grown(self._running):
@@ -359,6 +360,7 @@ class Scheduler:
     def _feed(self, each: Request, count: int, admitted: bool) -> ScheduledTokens:
         """Gives a sequence the blocks of its next tokens."""
         known = 0 if admitted else len(each.blocks)
+        self._groups.feed(each, count)
         self._add_blocks(each, count)
         each.fed = count
         samples = not each.holds and each.computed + count == len(each.tokens)
@@ -366,9 +368,12 @@ class Scheduler:
         return ScheduledTokens(each.number, each.computed, count, samples, new, admitted)
 
     def _next_tokens(self, each: Request) -> int:
-        """Tokens that a sequence can be fed next: at most its chunk, if it has chunks."""
+        """Tokens that a sequence can be fed next: at most its chunk, and what the chunk's ranks can
+        still be fed, if it has chunks."""
         left = remaining(each)
-        return (left[0].end if left else len(each.tokens)) - each.computed
+        if not left:
+            return len(each.tokens) - each.computed
+        return min(left[0].end - each.computed, self._groups.most(each))
 
     def _blocks_missing(self, each: Request, count: int) -> int:
         return -(-(each.computed + count) // self._block_size) - len(each.blocks)
