@@ -100,6 +100,11 @@ def build_parser() -> Parser:
         ("decode_tensor_parallel_size", 8, "GPUs of each decode rank."),
         ("backends", 4, "Requests that a decode rank receives at a time."),
         ("block_size", 128, "Rows of a block of keys and values."),
+        (
+            "max_num_batched_tokens",
+            131_072,
+            "Most tokens of an iteration of the prefill ranks: longer prompts are fed in chunks.",
+        ),
     ):
         ranks.add_argument(flag_of(name), type=int, default=default, metavar="N", help=what)
     ranks.add_argument(
@@ -142,7 +147,7 @@ class Row:
     ttft_p99: float
     per_token_p50: float | None
     per_token_p99: float | None
-    chunks: float
+    ranks: float
     improvement_rates: dict[float, Growth] | None
 
 
@@ -199,6 +204,7 @@ def _cluster(args: argparse.Namespace) -> ServingCluster:
         args.decode_tensor_parallel_size,
         args.backends,
         args.block_size,
+        args.max_num_batched_tokens,
     )
     if min(times.degrees) > args.prefill_ranks:
         raise ValueError(
@@ -293,9 +299,9 @@ def _row(
     middle = slowest = None
     if served.per_token:
         middle, slowest = (float(np.percentile(served.per_token, each)) for each in (50, 99))
-    chunks = float(np.mean(served.chunks))
+    ranks = float(np.mean(served.ranks))
     known = dict(rates.by_arrivals) if name in LOAD_AWARE else None
-    return Row(name, capacity, p50, p90, p99, middle, slowest, chunks, known)
+    return Row(name, capacity, p50, p90, p99, middle, slowest, ranks, known)
 
 
 def _lines(
@@ -315,7 +321,7 @@ def _lines(
         "the mean of a request alone",
         f"seconds to the first token, and ms of each further one, at {load:.2f} requests/s",
         f"{'':14}{'bears':>8}{'TTFT P50':>10}{'P90':>8}{'P99':>8}{'ms P50':>9}{'P99':>8}"
-        f"{'chunks':>8}",
+        f"{'ranks':>8}",
     ]
     for row in rows:
         ms = [
@@ -323,7 +329,7 @@ def _lines(
         ]
         lines.append(
             f"{row.strategy:14}{row.capacity:>8.2f}{row.ttft_p50:>10.2f}{row.ttft_p90:>8.2f}"
-            f"{row.ttft_p99:>8.2f}{ms[0]:>9}{ms[1]:>8}{row.chunks:>8.2f}"
+            f"{row.ttft_p99:>8.2f}{ms[0]:>9}{ms[1]:>8}{row.ranks:>8.2f}"
         )
     for row in rows:
         if row.improvement_rates is not None:

@@ -1,10 +1,9 @@
-"""Lines of chunks, and blocks of prompts on growing groups."""
+"""Blocks of prompts on growing groups, and strategies by name."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 
@@ -13,48 +12,9 @@ from distca.schedule.serving.cdsp import Chunk
 from distca.schedule.serving.cdsp.pieces import Piece, cut_at_blocks
 from distca.schedule.serving.cdsp.strategies import PREFILL_STRATEGIES, strategy_of
 from distca.schedule.serving.prefix_cache import Block, PrefixCache
-from distca.simulate.requests.lines import Lines
 from distca.simulate.serving.prefill_blocks import PrefillBlocks
 
 SIZE = 4
-
-
-@dataclass(eq=False)
-class Job:
-    ranks: frozenset[int]
-
-
-def test_a_chunk_begins_when_all_of_its_ranks_have_come_to_it() -> None:
-    lines: Lines[Job] = Lines(3)
-    one, both, other = Job(frozenset({0})), Job(frozenset({0, 1})), Job(frozenset({1, 2}))
-    for job in (one, both, other):
-        lines.add(job)
-    assert [lines.is_next(job) for job in (one, both, other)] == [True, False, False]
-    assert lines.remove([one]) == [both]
-    assert list(lines) == [both, other]
-    assert lines.remove([both]) == [other]
-    assert lines.remove([other]) == []
-
-
-def test_chunks_of_any_groups_never_wait_for_each_other() -> None:
-    drawn = random.Random(0)
-    for _ in range(200):
-        lines: Lines[Job] = Lines(4)
-        running: list[Job] = []
-        for _ in range(12):
-            job = Job(frozenset(drawn.sample(range(4), drawn.choice([1, 2, 4]))))
-            lines.add(job)
-            running += [job] * lines.is_next(job)
-        done = 0
-        while running:
-            assert not any(a.ranks & b.ranks for a in running for b in running if a is not b)
-            gone = [running.pop(drawn.randrange(len(running)))]
-            if drawn.random() < 0.2:
-                waiting = [job for job in lines if job not in running and job not in gone]
-                gone += drawn.sample(waiting, min(1, len(waiting)))
-            done += len(gone)
-            running += [job for job in lines.remove(gone) if job not in running]
-        assert done == 12
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 8), (1, 4)])

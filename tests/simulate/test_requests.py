@@ -20,6 +20,8 @@ from distca.simulate.requests import (
     draw_trace,
     find_capacity,
     light_load,
+    make_engine,
+    planned_seconds,
     prefill_seconds,
     profile_rates,
     read_trace,
@@ -56,14 +58,26 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fixed-8", "greedy", "single-chunk", "cdsp"])
-def test_what_was_planned_comes_true(strategy: str) -> None:
-    """Where memory doesn't bind, the events are those of the planner's own clock."""
+def test_prefills_alone_are_those_of_the_whole_cluster(strategy: str) -> None:
+    """Where neither memory nor decode ranks bind, prompts that are held take as long."""
     trace = draw_trace(PRESETS["short"], 120, 1).at_rate(5.0)
     served = serve(trace, CLUSTER, strategy, RATES)
-    alone = prefill_seconds(trace, CLUSTER, strategy, RATES)
-    assert served.ttft == pytest.approx(alone)
-    assert served.planned == pytest.approx(alone)
-    assert (max(served.chunks) > 1) == (strategy == "cdsp")
+    assert served.ttft == pytest.approx(prefill_seconds(trace, CLUSTER, strategy, RATES))
+    assert strategy != "fixed-8" or max(served.ranks) == 8
+
+
+def test_groups_that_the_scheduler_gives_are_those_of_the_plan() -> None:
+    """A prompt alone: its chunks, each fed in shares of an iteration's tokens."""
+    engine = make_engine(replace(CLUSTER, tokens=16 * 4096), "fixed-8")
+    engine.add(0, [0] * 90_000, 1)
+    fed = []
+    while (begun := engine.begin()) is not None:
+        (entry,) = begun.entries
+        assert {*entry.ranks.tolist()} == set(range(8))
+        assert begun.seconds == pytest.approx(CLUSTER.times.seconds(8, entry.start, entry.count))
+        fed.append(entry.count)
+        engine.end()
+    assert fed == [8 * 4096, 8 * 4096, 90_000 - 16 * 4096]
 
 
 def test_a_request_alone_takes_its_prefill_its_hand_off_and_its_iterations() -> None:
@@ -102,18 +116,27 @@ def test_little_memory_delays_and_nothing_is_lost() -> None:
     assert max(waiting.ttft) > max(serve(trace, CLUSTER, "cdsp", RATES).ttft)
     with pytest.raises(ValueError, match="larger than the largest pool of a decode rank"):
         serve(trace, replace(CLUSTER, decode_tokens=10_000), "cdsp", RATES)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="need more than the 6,144"):
         serve(trace, replace(CLUSTER, prefill_tokens=500), "cdsp", RATES)
 
 
-def test_capacity_is_the_highest_rate_within_the_limit() -> None:
-    trace = draw_trace(PRESETS["short"], 200, 0)
-    found = find_capacity(trace, CLUSTER, "fixed-8")
+@pytest.mark.parametrize("seconds_of", [prefill_seconds, planned_seconds])
+def test_capacity_is_the_highest_rate_within_the_limit(seconds_of) -> None:
+    trace, cluster = draw_trace(PRESETS["short"], 120, 0), replace(CLUSTER, block_size=1024)
+    found = find_capacity(trace, cluster, "fixed-8", precision=0.02, seconds_of=seconds_of)
     assert found.limit == pytest.approx(25 * light_load(trace, CLUSTER))
-    for factor, within in ((0.999, True), (1.01, False)):
-        seconds = prefill_seconds(trace.at_rate(found.per_second * factor), CLUSTER, "fixed-8")
+    for factor, within in ((1.0, True), (1.1, False)):
+        loaded = trace.at_rate(found.per_second * factor)
+        seconds = seconds_of(loaded, cluster, "fixed-8", RATES)
         assert (np.percentile(seconds, 99) <= found.limit) == within
-    assert find_capacity(trace, CLUSTER, "fixed-8", limit=0.01).per_second < 1
+
+
+def test_what_has_no_capacity_is_told() -> None:
+    trace = draw_trace(PRESETS["short"], 200, 0)
+    assert (
+        find_capacity(trace, CLUSTER, "fixed-8", limit=0.01, seconds_of=planned_seconds).per_second
+        < 1
+    )
     few = RequestTrace(trace.requests[:9])
     with pytest.raises(ValueError, match="9 requests are too few to tell a capacity"):
         find_capacity(few, CLUSTER, "fixed-8")
@@ -129,15 +152,31 @@ def test_profiled_groups_shrink_with_the_load() -> None:
     assert rates.at(0.0)[1] > rates.at(99.0)[1], "smaller groups, under load"
 
 
-def test_smaller_groups_bear_more() -> None:
+def test_smaller_groups_bear_more_where_they_wait_for_nobody() -> None:
     trace = draw_trace(PRESETS["long"], 1000, 10)
-    fixed = find_capacity(trace, CLUSTER, "fixed-8").per_second
-    bears = [
-        find_capacity(trace, CLUSTER, "cdsp", ImprovementRates({0.0: growth})).per_second / fixed
-        for growth in (0.25, (0.25, 4))
-    ]
-    assert 1.0 < bears[0] < 1.08
-    assert bears[1] > 1.1
+
+    def bears(strategy: str, growth: float | tuple[float, int] = 0.0) -> float:
+        rates = ImprovementRates({0.0: growth})
+        found = find_capacity(trace, CLUSTER, strategy, rates, seconds_of=planned_seconds)
+        return found.per_second
+
+    fixed = bears("fixed-8")
+    assert 1.0 < bears("cdsp", 0.25) / fixed < 1.08
+    assert bears("cdsp", (0.25, 4)) / fixed > 1.1
+
+
+def test_iterations_in_common_cost_time() -> None:
+    """Ranks of one group wait for those of others, which Tetris' plans know nothing of."""
+    trace = draw_trace(PRESETS["short"], 150, 4).at_rate(4.0)
+    cluster, rates = replace(CLUSTER, block_size=1024), ImprovementRates({0.0: (0.25, 4)})
+    planned, iterated = (
+        float(np.mean(each(trace, cluster, "cdsp", rates)))
+        for each in (planned_seconds, prefill_seconds)
+    )
+    assert planned < iterated
+    alone = RequestTrace((Request(0.0, 30_000, 1),))
+    assert planned_seconds(alone, cluster, "fixed-8") == [cluster.times.seconds(8, 0, 30_000)]
+    assert prefill_seconds(alone, cluster, "fixed-8") == [cluster.times.seconds(8, 0, 30_000)]
 
 
 def test_clusters_that_cannot_be_are_refused() -> None:

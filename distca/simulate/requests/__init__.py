@@ -1,11 +1,13 @@
-"""A discrete-event run of requests through a serving cluster: seconds to the first token and later.
+"""A discrete-event run of requests: seconds to the first token and later ones.
 
     from distca.simulate.requests import PRESETS, draw_trace, prefill_seconds
     trace = draw_trace(PRESETS["short"], count=1000, seed=0).at_rate(4.0)
     ttft = prefill_seconds(trace, cluster, "cdsp", rates)
 
-What plans, accounts for blocks and hands over is the very code that a server runs
-(`distca.schedule.serving`); times are those of Eq. 1 and of a described cluster.
+* `engine.py`: an engine's own scheduler, with iterations that take predicted seconds (`costs.py`);
+* `traces.py`: requests and their arrivals;
+* `cluster.py`, `prefills.py`, `serving.py`, `decode_ranks.py`: Tetris' cluster, whose prefill ranks
+  are such an engine; `capacity.py`: the load that it bears.
 """
 
 from distca.simulate.requests.capacity import (
@@ -15,8 +17,15 @@ from distca.simulate.requests.capacity import (
     light_load,
     profile_rates,
 )
-from distca.simulate.requests.cluster import DecodeTimes, ServingCluster, describe_cluster
-from distca.simulate.requests.prefills import prefill_seconds
+from distca.simulate.requests.cluster import ServingCluster, describe_cluster
+from distca.simulate.requests.costs import (
+    DecodeTimes,
+    FittedCosts,
+    IterationCosts,
+    PlannedCosts,
+)
+from distca.simulate.requests.engine import SimulatedEngine, SimulatedIteration
+from distca.simulate.requests.prefills import make_engine, planned_seconds, prefill_seconds
 from distca.simulate.requests.serving import Served, serve
 from distca.simulate.requests.traces import PRESETS, Request, RequestTrace, draw_trace, read_trace
 
@@ -25,14 +34,21 @@ __all__ = [
     "PRESETS",
     "Capacity",
     "DecodeTimes",
+    "FittedCosts",
+    "IterationCosts",
+    "PlannedCosts",
     "Request",
     "RequestTrace",
     "Served",
     "ServingCluster",
+    "SimulatedEngine",
+    "SimulatedIteration",
     "describe_cluster",
     "draw_trace",
     "find_capacity",
     "light_load",
+    "make_engine",
+    "planned_seconds",
     "prefill_seconds",
     "profile_rates",
     "read_trace",

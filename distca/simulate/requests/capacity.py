@@ -14,7 +14,7 @@ import numpy as np
 from distca.schedule.serving.cdsp import ImprovementRates, least_by_rate
 from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES, Growth
 from distca.simulate.requests.cluster import ServingCluster
-from distca.simulate.requests.prefills import EAGER, prefill_seconds
+from distca.simulate.requests.prefills import EAGER, planned_seconds, prefill_seconds
 from distca.simulate.requests.traces import RequestTrace
 
 PATIENCE = 25.0
@@ -25,6 +25,9 @@ LATE = 1.0
 
 _HALVINGS = 2
 """Times that the last step between two loads is halved, to come close to the highest one."""
+
+PrefillSeconds = Callable[[RequestTrace, ServingCluster, str, ImprovementRates], Sequence[float]]
+"""Function of a trace, a cluster, a strategy and improvement rates: seconds to the first tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def profile_rates(
     """Finds by simulation the improvement rate of least time to the first token for each load, and
     how many ranks groups should have there at most.
 
+    Seconds are those that Tetris plans (`planned_seconds`), since many runs are needed.
+
     Up to the highest load at which one of them keeps within the limit. Beyond that, lines grow for
     as long as the trace does, and what is best there, one rank for each prompt, is no answer to a
     burst: the rate of the highest load stays.
@@ -88,7 +93,7 @@ def profile_rates(
         of_load = []
         for growth in _growths(cluster, improvement_rates):
             rates = ImprovementRates({0.0: growth})
-            seconds = [prefill_seconds(each, cluster, strategy, rates) for each in loaded]
+            seconds = [planned_seconds(each, cluster, strategy, rates) for each in loaded]
             of_load.append((load, growth, float(np.mean([judge(each) for each in seconds]))))
             within |= bool(np.mean([latest_but_few(each) for each in seconds]) <= limit)
         if within or not found:
@@ -137,6 +142,7 @@ def find_capacity(
     rates: ImprovementRates = EAGER,
     limit: float | None = None,
     precision: float = 0.005,
+    seconds_of: PrefillSeconds = prefill_seconds,
 ) -> Capacity:
     """Finds the highest rate by bisection: the same requests arrive faster or slower.
 
@@ -147,6 +153,8 @@ def find_capacity(
         rates: improvement rates by load.
         limit: seconds to the first token; None: `PATIENCE` times `light_load`.
         precision: relative error of the rate.
+        seconds_of: says how long first tokens take: `prefill_seconds` of an engine, or
+            `planned_seconds`.
 
     Raises:
         ValueError: all of the trace may arrive at once.
@@ -155,7 +163,7 @@ def find_capacity(
         limit = PATIENCE * light_load(trace, cluster)
 
     def holds(per_second: float) -> bool:
-        seconds = prefill_seconds(trace.at_rate(per_second), cluster, strategy, rates)
+        seconds = seconds_of(trace.at_rate(per_second), cluster, strategy, rates)
         return latest_but_few(seconds) <= limit
 
     if holds(1e9):

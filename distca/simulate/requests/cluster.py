@@ -5,29 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distca.cost.model_sizes import ModelSize
-from distca.schedule.serving.cdsp import PrefillModel, Search
+from distca.schedule.serving.cdsp import PrefillModel
 from distca.simulate.cluster import Cluster
+from distca.simulate.requests.costs import DecodeTimes
 
 BYTES = 2
 """Bytes of a number: weights, keys and values are in 16 bits."""
-
-
-@dataclass(frozen=True)
-class DecodeTimes:
-    """Seconds of a decode iteration, which memory and latency bound.
-
-    Attributes:
-        step: seconds to read the weights, and of what is done once a layer.
-        row: seconds to read a cached token's keys and values.
-    """
-
-    step: float
-    row: float
-
-    def seconds(self, rows: int) -> float:
-        """Returns the seconds of an iteration over so many cached tokens, of all sequences
-        together."""
-        return self.step + rows * self.row
 
 
 @dataclass(frozen=True)
@@ -47,6 +30,8 @@ class ServingCluster:
         layers: layers, of which all but the last are sent during computing.
         backends: requests that a decode rank receives at a time.
         block_size: rows of a block.
+        tokens: most tokens that an iteration of the prefill ranks feeds.
+        sequences: most prompts that they compute at a time.
 
     Raises:
         ValueError: a number is not positive.
@@ -64,16 +49,13 @@ class ServingCluster:
     layers: int = 32
     backends: int = 4
     block_size: int = 128
+    tokens: int = 131_072
+    sequences: int = 256
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not value > 0:
                 raise ValueError(f"{name} is {value}: give a positive number")
-
-    @property
-    def search(self) -> Search:
-        """What plans of prefills go by, but for the improvement rate."""
-        return Search(self.times, tokens_per_rank=self.prefill_tokens)
 
     def send_seconds(self, tokens: int, ranks: int) -> float:
         """Returns the seconds that a chunk's keys and values are under way from so many ranks."""
@@ -89,6 +71,7 @@ def describe_cluster(
     decode_tensor_parallel: int,
     backends: int = 4,
     block_size: int = 128,
+    tokens: int = 131_072,
 ) -> ServingCluster:
     """Derives what ranks hold and how long decoding takes; a prefill rank is one GPU.
 
@@ -126,4 +109,5 @@ def describe_cluster(
         model.layers,
         backends,
         block_size,
+        tokens,
     )

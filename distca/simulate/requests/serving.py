@@ -1,18 +1,23 @@
 """Requests through both halves of a cluster: prefill, hand-off and decode, event by event.
 
-Prefill ranks compute the chunks of their plans in line; a chunk begins when all of its ranks have
-come to it and have blocks for it. Keys and values are handed over by the state machines of
+The prefill ranks are an engine (`SimulatedEngine`): its scheduler admits prompts, gives them ranks
+and blocks, and feeds them in iterations. Keys and values are handed over by the state machines of
 `distca.schedule.serving.cdsp`, whose messages take no time; a chunk's layers are sent during its
-computing from its grant on, and the last one after it. A decode rank runs iterations over all that
-were handed over by then. A request's decode blocks are those of its prompt and its whole answer, so
-that nothing is preempted; where no decode rank has them, it waits before it is planned.
+computing from its grant on, and the last one after it.
+
+Decode ranks are no engine: they are what Tetris' paper has, in the place of vLLM. Our scheduler
+cannot stand for them, since it takes no blocks for a prompt that others compute. A decode rank runs
+iterations over all that were handed over by then. A request's decode blocks are those of its prompt
+and its whole answer, so that nothing is preempted; where no decode rank has them, it waits before
+the prefill ranks are told of it.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -20,13 +25,11 @@ from typing import cast
 from distca.schedule.serving.blocks import BlockPool, Blocks
 from distca.schedule.serving.cdsp import (
     ImprovementRates,
-    PrefillPlan,
     Receiver,
     Sender,
     receive,
     send,
 )
-from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.handoff import (
     Action,
     Begin,
@@ -47,8 +50,8 @@ from distca.schedule.serving.cdsp.handoff import (
 )
 from distca.simulate.requests.cluster import ServingCluster
 from distca.simulate.requests.decode_ranks import DecodeRank, choose_decode_rank
-from distca.simulate.requests.lines import Lines
-from distca.simulate.requests.prefills import EAGER, make_queue
+from distca.simulate.requests.engine import SimulatedIteration
+from distca.simulate.requests.prefills import EAGER, make_engine
 from distca.simulate.requests.traces import RequestTrace
 
 
@@ -60,14 +63,12 @@ class Served:
         ttft: seconds from its arrival to its first token.
         per_token: seconds of each further token, from the first one on, on average; of answers of
             one token there are none.
-        planned: seconds to the first token as they were planned.
-        chunks: chunks of its prefill.
+        ranks: ranks that computed the end of its prompt.
     """
 
     ttft: list[float]
     per_token: list[float]
-    planned: list[float]
-    chunks: list[int]
+    ranks: list[int]
 
 
 def serve(
@@ -81,19 +82,23 @@ def serve(
     return _Simulation(trace, cluster, strategy, rates).run()
 
 
-@dataclass(eq=False)
-class _Job:
-    """A chunk in line on its ranks."""
+@dataclass
+class _Chunk:
+    """A chunk of the hand-off.
 
-    request: int
-    chunk: int
-    ranks: Ranks
+    Attributes:
+        tokens: tokens of it.
+        ranks: ranks that compute it.
+        started: time at which its computing begins.
+        granted: time at which it may be sent.
+        computed: time at which it is computed.
+    """
+
     tokens: int
-    upto: int
-    seconds: float
-    started: float = 0.0
-    granted: float = float("inf")
-    computed: float = float("inf")
+    ranks: int = 1
+    started: float = math.inf
+    granted: float = math.inf
+    computed: float = math.inf
 
 
 @dataclass
@@ -115,13 +120,9 @@ class _Simulation:
         self, trace: RequestTrace, cluster: ServingCluster, strategy: str, rates: ImprovementRates
     ) -> None:
         self._cluster, self._requests = cluster, trace.requests
-        self._queue = make_queue(cluster, strategy, rates)
+        self._engine = make_engine(cluster, strategy, rates)
         size = cluster.block_size
         self._decode_blocks = cluster.decode_tokens // size
-        # One block more, since every request's last block on a rank is partly filled.
-        self._prefill_pool = BlockPool(
-            cluster.prefill_ranks, cluster.prefill_tokens // size + 1, size
-        )
         self._decode_pool = BlockPool(cluster.decode_ranks, self._decode_blocks, size)
         # In virtual time nobody is late: leases are long.
         self._sender = Sender(float("inf"))
@@ -131,16 +132,13 @@ class _Simulation:
         ]
         self._now, self._number = 0.0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._lines: Lines[_Job] = Lines(cluster.prefill_ranks)
-        self._without_blocks: list[_Job] = []
         self._waiting: deque[int] = deque()
-        self._jobs: dict[tuple[int, int], _Job] = {}
-        self._prefill_blocks: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._chunks: dict[int, list[_Chunk]] = {}
         self._rank_of: dict[int, int] = {}
         self._taken: dict[int, Blocks] = {}
         count = len(self._requests)
         self._ttft, self._per_token = [0.0] * count, [0.0] * count
-        self._planned, self._chunks = [0.0] * count, [0] * count
+        self._ranks = [0] * count
 
     def run(self) -> Served:
         """Runs until all is answered."""
@@ -149,8 +147,9 @@ class _Simulation:
         while self._events:
             self._now, _, event = heapq.heappop(self._events)
             event()
-        pools = (self._prefill_pool, self._decode_pool)
-        assert not any(pool.referenced(r) for pool in pools for r in range(pool.world_size))
+        scheduler, pool = self._engine.scheduler, self._decode_pool
+        assert not any(map(pool.referenced, range(pool.world_size)))
+        assert scheduler.waiting == scheduler.running == scheduler.held == 0
         assert not self._sender.outgoing
         for each in self._decoding:
             assert each.receiver.free_blocks == self._decode_blocks
@@ -160,7 +159,7 @@ class _Simulation:
             for seconds, request in zip(self._per_token, self._requests, strict=True)
             if request.answer > 1
         ]
-        return Served(self._ttft, answered, self._planned, self._chunks)
+        return Served(self._ttft, answered, self._ranks)
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, self._number, event))
@@ -171,9 +170,11 @@ class _Simulation:
     def _arrive(self, number: int) -> None:
         self._waiting.append(number)
         self._admit()
+        # All that arrive at this moment are fed together.
+        self._at(self._now, self._prefill)
 
     def _admit(self) -> None:
-        """Plans the requests in line for which a decode rank has blocks."""
+        """Gives the engine the requests in line for which a decode rank has blocks."""
         while self._waiting:
             number = self._waiting[0]
             request = self._requests[number]
@@ -191,65 +192,55 @@ class _Simulation:
             self._taken[number] = self._decode_pool.allocate(counts)
             self._decoding[rank].virtual += blocks
             self._rank_of[number] = rank
-            plan = self._queue.place(self._now, request.prompt)
-            self._planned[number] = self._now - request.arrival + plan.ttft
-            self._chunks[number] = len(plan.chunks)
-            begin = Begin(Transfer(number), len(plan.chunks), 1, blocks)
+            self._engine.add(number, [0] * request.prompt, 0, request.arrival)
+            starts = range(0, request.prompt, self._cluster.tokens)
+            sizes = [min(self._cluster.tokens, request.prompt - start) for start in starts]
+            self._chunks[number] = [*map(_Chunk, sizes)]
+            begin = Begin(Transfer(number), len(sizes), 1, blocks)
             self._tell_receiver(rank, begin)
             self._tell_sender(begin)
-            self._line_up(number, plan)
+            for chunk in range(len(sizes)):
+                # Decode ranks have blocks for all of it, and don't wait for offers.
+                self._tell_sender(Dispatched(Transfer(number), chunk))
 
-    def _line_up(self, number: int, plan: PrefillPlan) -> None:
-        self._prefill_blocks[number] = {}
-        for place, chunk in enumerate(plan.chunks):
-            upto = chunk.cached + chunk.tokens
-            job = _Job(number, place, chunk.ranks, chunk.tokens, upto, chunk.seconds)
-            self._jobs[number, place] = job
-            self._lines.add(job)
-            self._begin(job)
-
-    def _begin(self, job: _Job) -> None:
-        """Begins a chunk if all of its ranks have come to it and have blocks."""
-        if not self._lines.is_next(job):
+    def _prefill(self) -> None:
+        """Begins an iteration of the engine, unless one is under way or there is nothing to do."""
+        if self._engine.busy:
             return
-        if not self._take_blocks(job):
-            self._without_blocks.append(job)
+        begun = self._engine.begin()
+        if begun is None:
             return
-        job.started = self._now
-        self._at(self._now + job.seconds, partial(self._end, job))
-        self._tell_sender(Dispatched(Transfer(job.request), job.chunk))
+        for feed in begun.batch.feeds:
+            ranks = len(self._engine.ranks.holders(feed.sequence))
+            self._ranks[feed.sequence] = ranks
+            for _, chunk in self._part(feed.sequence, feed.start, feed.start + feed.count):
+                chunk.started, chunk.ranks = min(chunk.started, self._now), ranks
+        self._at(self._now + begun.seconds, partial(self._end, begun))
 
-    def _take_blocks(self, job: _Job) -> bool:
-        """Takes blocks for even shares of all tokens so far, and gives back what moves away."""
-        mine = self._prefill_blocks[job.request]
-        each = -(-job.upto // (len(job.ranks) * self._cluster.block_size))
-        counts = [0] * self._cluster.prefill_ranks
-        for rank in job.ranks:
-            counts[rank] = max(0, each - len(mine.get(rank, ())))
-        if not self._prefill_pool.has(counts):
-            return False
-        taken = self._prefill_pool.allocate(counts)
-        for rank in job.ranks:
-            held = mine.get(rank, ()) + taken[rank]
-            self._prefill_pool.release(rank, held[each:])
-            mine[rank] = held[:each]
-        return True
+    def _end(self, begun: SimulatedIteration) -> None:
+        self._engine.end()
+        for feed in begun.batch.feeds:
+            number, end = feed.sequence, feed.start + feed.count
+            request = self._requests[number]
+            if end == request.prompt:
+                self._ttft[number] = self._now - request.arrival
+            for place, chunk in self._part(number, feed.start, end):
+                if end >= min((place + 1) * self._cluster.tokens, request.prompt):
+                    chunk.computed = self._now
+                    self._tell_sender(Computed(Transfer(number), place, 0))
+        self._prefill()
 
-    def _end(self, job: _Job) -> None:
-        job.computed = self._now
-        following = self._lines.remove([job])
-        request = self._requests[job.request]
-        if job.upto == request.prompt:
-            self._ttft[job.request] = self._now - request.arrival
-        self._tell_sender(Computed(Transfer(job.request), job.chunk, 0))
-        for each in following:
-            self._begin(each)
+    def _part(self, number: int, start: int, end: int) -> Iterator[tuple[int, _Chunk]]:
+        """Yields the chunks of the hand-off that have positions of `[start, end)`."""
+        size = self._cluster.tokens
+        for place in range(start // size, -(-end // size)):
+            yield place, self._chunks[number][place]
 
     # Hand-off.
 
     def _tell_sender(self, event: SenderEvent) -> None:
         if isinstance(event, Grant):
-            self._jobs[event.transfer.request, event.chunk].granted = self._now
+            self._chunks[event.transfer.request][event.chunk].granted = self._now
         self._sender, actions = send(self._sender, event, self._now)
         for action in actions:
             self._act(action, None)
@@ -276,17 +267,15 @@ class _Simulation:
                 self._decoding[rank].joining.append(transfer.request)
                 self._iterate(rank)
             case Free(transfer) if rank is None:
-                for each, blocks in self._prefill_blocks.pop(transfer.request).items():
-                    self._prefill_pool.release(each, blocks)
-                waiting, self._without_blocks = self._without_blocks, []
-                for job in waiting:
-                    self._begin(job)
+                self._engine.abort(transfer.request)
+                # What waited for blocks may begin, once all of this moment has happened.
+                self._at(self._now, self._prefill)
 
     def _write(self, write: Write) -> None:
         """Sends a chunk: as much as could be during its computing is sent by now."""
-        job = self._jobs[write.transfer.request, write.chunk]
-        whole = self._cluster.send_seconds(job.tokens, len(job.ranks))
-        overlapped = max(0.0, job.computed - max(job.granted, job.started))
+        chunk = self._chunks[write.transfer.request][write.chunk]
+        whole = self._cluster.send_seconds(chunk.tokens, chunk.ranks)
+        overlapped = max(0.0, chunk.computed - max(chunk.granted, chunk.started))
         left = max(whole / self._cluster.layers, whole - overlapped)
         self._at(self._now + left, partial(self._land, write))
 
@@ -340,3 +329,4 @@ class _Simulation:
             freed = True
         if freed:
             self._admit()
+            self._prefill()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -67,6 +68,15 @@ class PlanStepCosts:
     combine: ExchangeCosts
 
 
+class AttentionCosts(Protocol):
+    """Costs of a layer's core attention, step by step."""
+
+    @property
+    def steps(self) -> Sequence[PlanStepCosts]:
+        """Costs of each step."""
+        ...
+
+
 @dataclass(frozen=True)
 class SteppedCosts:
     """Costs of a plan's steps in a layer.
@@ -119,13 +129,16 @@ class SteppedCosts:
         return self.shape.scattered(self.stepped.plan.head_groups)
 
     def _merging(self, rows: Int64s) -> Int64s:
-        """Returns the bytes of merging so many rows into sums, which are read and written."""
-        shape = self._shape
-        sums = shape.heads * shape.value_dim * FLOAT32_BYTES + shape.lse_row_bytes
-        return rows * (2 * sums + shape.result_row_bytes)
+        return merging_bytes(rows, self._shape)
 
     def _exchange(self, messages: Messages) -> ExchangeCosts:
-        return _costs_of(messages, self.links)
+        return costs_of(messages, self.links)
+
+
+def merging_bytes(rows: Int64s, shape: AttentionShape) -> Int64s:
+    """Returns the bytes of merging so many rows into sums, which are read and written."""
+    sums = shape.heads * shape.value_dim * FLOAT32_BYTES + shape.lse_row_bytes
+    return rows * (2 * sums + shape.result_row_bytes)
 
 
 @dataclass(frozen=True)
@@ -194,7 +207,7 @@ def _joined(plan: Plan, tasks: Tasks, q: Int64s, kv: Int64s, share: float) -> _K
     )
 
 
-def attend(resources: Resources, costs: SteppedCosts, layer: int = 0) -> None:
+def attend(resources: Resources, costs: AttentionCosts, layer: int = 0) -> None:
     """Runs the core attention of a layer."""
     launch, steps = resources.cluster.launch_seconds, costs.steps
     arrives: dict[int, Floats] = {}
@@ -216,7 +229,8 @@ def attend(resources: Resources, costs: SteppedCosts, layer: int = 0) -> None:
             resources.compute(resources.traffic_seconds(step.merged_returned))
 
 
-def _costs_of(messages: Messages, links: Links) -> ExchangeCosts:
+def costs_of(messages: Messages, links: Links) -> ExchangeCosts:
+    """Returns the costs of one phase of an exchange."""
     transfer = Transfer.of_messages(messages, links)
     return ExchangeCosts(transfer, messages.sent(), messages.received())
 
@@ -265,23 +279,9 @@ def simulate_step(
     of_plan = {id(plan): SteppedCosts(plan, shape, model, costs.links) for plan in plans}
     resources = Resources(ranks, cluster, np.ones(ranks), recording)
     own = first.own_tokens_per_rank() // first.head_groups
-    pre, post = costs.pre_seconds(own), costs.post_seconds(own)
-    moved = None if moves is None else _costs_of(moves, costs.links)
-    arrives = None if moved is None else _start(resources, moved, BALANCING, {"layer": 0})
-    for layer, plan in enumerate(plans):
-        resources.compute(pre, "before core attention", "ticks", layer=layer)
-        if moved is not None and arrives is not None:
-            following = None
-            if layer + 1 < len(plans):
-                following = _start(resources, moved, BALANCING, {"layer": layer + 1})
-            resources.wait(arrives, "wait for moved rows", layer=layer)
-            resources.compute(resources.copy_seconds(moved.unpacked))
-            arrives = following
-        attend(resources, of_plan[id(plan)], layer)
-        resources.compute(post, "after core attention", "ticks", layer=layer)
     last = first.placement.end == first.lengths[first.placement.document]
     answered = np.bincount(first.placement.rank[last], minlength=ranks) // first.head_groups
-    resources.compute(costs.head_seconds(answered), "output layer", "ticks")
+    run_layers(resources, costs, own, [[of_plan[id(plan)]] for plan in plans], answered, moves)
     return Outcome(
         seconds=float(resources.clock.max()),
         tokens=int(own.sum()),
@@ -294,6 +294,42 @@ def simulate_step(
         bytes_sent=resources.sent,
         spans=tuple(resources.spans),
     )
+
+
+def run_layers(
+    resources: Resources,
+    costs: InferenceCosts,
+    own: Int64s,
+    layers: Sequence[Sequence[AttentionCosts]],
+    answered: Int64s,
+    moves: Messages | None = None,
+) -> None:
+    """Runs all layers and the output layer.
+
+    Args:
+        resources: state of the ranks.
+        costs: costs of the layers.
+        own: tokens of each rank, `[ranks]`.
+        layers: for each layer costs of its attention, part by part.
+        answered: tokens of each rank whose logits are computed, `[ranks]`.
+        moves: bytes of keys and values that change their rank in each layer; None: none do.
+    """
+    pre, post = costs.pre_seconds(own), costs.post_seconds(own)
+    moved = None if moves is None else costs_of(moves, costs.links)
+    arrives = None if moved is None else _start(resources, moved, BALANCING, {"layer": 0})
+    for layer, parts in enumerate(layers):
+        resources.compute(pre, "before core attention", "ticks", layer=layer)
+        if moved is not None and arrives is not None:
+            following = None
+            if layer + 1 < len(layers):
+                following = _start(resources, moved, BALANCING, {"layer": layer + 1})
+            resources.wait(arrives, "wait for moved rows", layer=layer)
+            resources.compute(resources.copy_seconds(moved.unpacked))
+            arrives = following
+        for part in parts:
+            attend(resources, part, layer)
+        resources.compute(post, "after core attention", "ticks", layer=layer)
+    resources.compute(costs.head_seconds(answered), "output layer", "ticks")
 
 
 def memory_bytes(plans: Sequence[SteppedPlan], costs: InferenceCosts) -> Floats:
