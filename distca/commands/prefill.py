@@ -19,6 +19,7 @@ from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
+from distca.prefill.address import check_host
 from distca.torchrun import read_torchrun
 from distca.wording import counted
 
@@ -59,6 +60,13 @@ def build_parser() -> Parser:
         metavar="SECONDS",
         help="Time without a word after which vLLM computes a prompt itself. It must be longer "
         "than a layer of --max-num-batched-tokens takes. Default: 10.",
+    )
+    network.add_argument(
+        "--transfer",
+        choices=("auto", "nixl", "tcp"),
+        default="auto",
+        help="How keys and values go to vLLM: nixl writes them into memory of its device, tcp "
+        "sends them through the memory of the hosts. Default: nixl where both sides have it.",
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
@@ -130,6 +138,8 @@ def main(argv: Sequence[str]) -> int:
     if args.context_parallel_size is None:
         args.context_parallel_size = 1 if launched is None else launched.world_size
     _check_flags(args)
+    if launched is None:
+        check_host(args.host, f"--host {args.host}")
     try:
         model, told, config = _configuration(args)
     except ImportError as error:
@@ -142,6 +152,13 @@ def main(argv: Sequence[str]) -> int:
     from distca.prefill.front import check_address
 
     check_address(_address(args))
+    if args.transfer == "nixl":
+        from distca.prefill.nixl import NixlAgent, NixlError
+
+        try:
+            NixlAgent()
+        except NixlError as error:
+            raise ValueError(f"--transfer nixl: {error}") from error
     sys.stderr.write(
         f"distca prefill: {told}\n"
         f"distca prefill: {counted(config.processes, 'rank')}; vLLM's address for them: "
@@ -226,7 +243,7 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
     # Nothing is left to clean up, and whoever starts the ranks anew should not wait.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.basicConfig(format="distca prefill: %(message)s", level=logging.INFO)
-    rank = PrefillRank(config, args.max_num_batched_tokens, args.lease, model)
+    rank = PrefillRank(config, args.max_num_batched_tokens, args.lease, model, args.transfer)
     if dist.get_rank() == 0:
         folder = model_folder(args.model)
         facts = model_facts(model.config, folder, args.dtype, model.frequencies)
@@ -237,8 +254,9 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
             len(model.windows),
             rank.capacity,
             args.lease,
+            agents=rank.agents,
         )
-        front = Front(_address(args), facts, welcome)
+        front = Front(_address(args), facts, welcome, rank.transfers)
         rank.listen(front)
         logger.info("ready at %s; %s", front.address, told)
     try:

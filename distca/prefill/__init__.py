@@ -5,6 +5,8 @@
                                            ranks.PrefillRank   each rank: engine, model, rows
                           <-- rows ---     straight from each rank, a layer at a time
 
-`facts` says what both sides must agree on, `messages` what they say. Who may write and read what,
-and what happens when either side ends, is `distca.schedule.serving.cdsp.handoff`.
+`facts` says what both sides must agree on, `messages` what they say. Rows go from a rank's `outbox`
+to an engine's `inbox`: NIXL (`nixl`) writes them into the engine's memory, or they are messages
+over TCP. Who may write and read what, and what happens when either side ends, is
+`distca.schedule.serving.cdsp.handoff`.
 """

@@ -9,36 +9,40 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import torch
 import zmq
+from numpy.typing import NDArray
 
 from distca.inference.messages import Message, decoder, encode
 from distca.plan.span import Int64s, expand_ranges
+from distca.prefill.address import own_host
+from distca.prefill.inbox import Arrival, NixlLanding, RowForm, TcpInbox
 from distca.prefill.messages import (
+    TRANSFERS,
     Event,
     Hello,
     Ping,
     Pong,
     Prefill,
     Refusal,
-    Rows,
     ToClient,
+    TransferChoice,
+    TransferName,
     Unknown,
     Welcome,
     event_of,
     message_of,
 )
+from distca.prefill.nixl import NixlAgent, NixlError
 from distca.schedule.serving.cdsp import Receiver, receive
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
@@ -49,6 +53,10 @@ _UNBOUNDED = 1 << 62
 _BEATS_A_LEASE = 4
 _FIRST_LEASE = 2.0
 """Lease until the ranks have told theirs: it is said a few times in it who is there."""
+_HELPED = 0.005
+"""Seconds after which the thread looks for what ranks write while prompts are under way."""
+_LOOKED = 0.001
+"""Seconds after which whoever waits looks for it."""
 
 Outcome = Literal["loaded", "failed", "cancelled"]
 """How the transfer of a prompt ended."""
@@ -73,16 +81,11 @@ class Ended:
     failure: str
 
 
-@dataclass(frozen=True)
-class _Landing:
-    """Rows that have come, with the frames of keys and values."""
-
-    rows: Rows
-    frames: list[bytes]
-
-
-_Mail = _Landing | Event | Welcome | Unknown
+_Mail = Arrival | Event | Welcome | Unknown
 """What `poll` works on."""
+
+LANDING_BYTES = 256 << 20
+"""Memory into which ranks write by NIXL: what they send in some 10 ms."""
 
 
 class HandshakeError(ValueError):
@@ -97,34 +100,52 @@ class PrefillClient:
         hello: who this is; its inbox is filled in here.
         head_dim: numbers of a head.
         dtype: dtype of keys and values.
-        on_rows: function that is given rows.
+        on_rows: function that is given rows, which it reads before it returns.
+        transfer: how rows may come.
+        device: where rows are wanted; those that come by TCP are on the host.
+        landing_bytes: memory for rows that come by NIXL, at most.
 
     Attributes:
         welcome: what the prefill ranks have said of themselves; None: nobody has answered.
         refused: why they cannot work for this engine; None: they have not said so.
         state: what they have said last of their work.
+        without_nixl: why rows do not come by NIXL; empty: they do, or the ranks do not use it.
+
+    Raises:
+        NixlError: it alone is allowed, and cannot be used here.
     """
 
     def __init__(
-        self, address: str, hello: Hello, head_dim: int, dtype: torch.dtype, on_rows: OnRows
+        self,
+        address: str,
+        hello: Hello,
+        head_dim: int,
+        dtype: torch.dtype,
+        on_rows: OnRows,
+        transfer: TransferChoice = "auto",
+        device: torch.device | None = None,
+        landing_bytes: int = LANDING_BYTES,
     ) -> None:
-        self._on_rows, self._dtype = on_rows, dtype
-        self._row_shape = hello.heads, head_dim
+        self._on_rows, self._form = on_rows, RowForm((hello.heads, head_dim), dtype)
+        self._device = torch.device("cpu") if device is None else device
+        self._landing_bytes = landing_bytes
+        self._landing: NixlLanding | None = None
+        self.without_nixl, accepted = _accepted(transfer)
+        self._inbox = TcpInbox(own_host(address), self._form)
+        self._hello = msgspec.structs.replace(hello, inbox=self._inbox.address, transfers=accepted)
         context: zmq.Context = zmq.Context.instance()
-        self._inbox: zmq.Socket = context.socket(zmq.PULL)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
-        host = own_host(address)
-        port = self._inbox.bind_to_random_port(f"tcp://{host}")
-        self._hello = _with_inbox(hello, f"tcp://{host}:{port}")
         self._front: zmq.Socket = context.socket(zmq.DEALER)
         self._front.setsockopt(zmq.LINGER, 0)
         self._front.connect(address)
         self._poller = zmq.Poller()
-        for each in (self._inbox, self._front):
+        for each in (self._inbox.socket, self._front):
             self._poller.register(each, zmq.POLLIN)
-        self._to_client, self._rows = decoder(ToClient), decoder(Rows)
+        self._to_client = decoder(ToClient)
         self._receiver = Receiver(_UNBOUNDED, _UNBOUNDED, _FIRST_LEASE)
-        self._arrived: Counter[tuple[Transfer, int, int]] = Counter()
+        # Which rows of a layer of a chunk have come.
+        self._arrived: dict[tuple[Transfer, int, int], NDArray[np.bool_]] = {}
+        # First position of each prompt's rows, and tokens of a chunk.
+        self._chunks: dict[Transfer, tuple[int, int]] = {}
         self._ended: list[Ended] = []
         # Prompts whose end was told before the ranks confirmed it.
         self._told: set[Transfer] = set()
@@ -136,7 +157,7 @@ class PrefillClient:
         self.welcome: Welcome | None = None
         # Of the sockets, and of what is written above by both threads.
         self._lock = threading.RLock()
-        self._closed = threading.Event()
+        self._closed, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="distca prefill", daemon=True)
         self._thread.start()
 
@@ -145,6 +166,13 @@ class PrefillClient:
         """Whether the prefill ranks are connected, and were heard of within their lease."""
         welcome = self.welcome
         return welcome is not None and time.monotonic() - self._heard <= welcome.lease
+
+    @property
+    def comes_by(self) -> str:
+        """How rows come, for a log."""
+        if self._landing is not None:
+            return "NIXL"
+        return f"TCP ({self.without_nixl or 'as the prefill ranks say'})"
 
     @property
     def under_way(self) -> int:
@@ -187,12 +215,14 @@ class PrefillClient:
             self._ended.append(Ended(transfer, "failed", "the prefill ranks are not there"))
             return
         chunks = -(-(len(tokens) - start) // welcome.chunk)
+        self._chunks[transfer] = start, welcome.chunk
         self._send(Prefill(transfer, list(tokens), start, priority, salt))
         self._apply(hand.Begin(transfer, chunks, welcome.layers, 0))
         for chunk in range(chunks):
             # The blocks of the whole prompt are there, so all of it may be sent at once: nobody
             # waits until a chunk is offered.
             self._apply(hand.Offer(transfer, chunk))
+        self._wake.set()
 
     def cancel(self, transfer: Transfer) -> None:
         """Ends a prompt: none of its rows are given out from now on."""
@@ -213,17 +243,22 @@ class PrefillClient:
     def close(self) -> None:
         """Ends the connection; the prefill ranks notice it by their lease."""
         self._closed.set()
+        self._wake.set()
         self._thread.join()
-        for each in (self._front, self._inbox):
-            each.close(linger=0)
+        self._front.close(linger=0)
+        self._inbox.close()
+        self._end_landing()
 
     def _keep(self) -> None:
         """Keeps the connection, on a thread of its own."""
         while not self._closed.is_set():
+            self._wake.clear()
             with self._lock:
-                self._fetch(0)
+                self._fetch(0.0)
                 self._beat()
-            self._closed.wait(self._lease / _BEATS_A_LEASE / 4)
+            # Writes of NIXL may need a hand of this side.
+            writes = self._landing is not None and self.under_way
+            self._wake.wait(_HELPED if writes else self._lease / _BEATS_A_LEASE / 4)
 
     @property
     def _lease(self) -> float:
@@ -246,28 +281,32 @@ class PrefillClient:
             assert isinstance(action, hand.Send), "a lease cannot end"
             self._send(message_of(action.message))
 
-    def _fetch(self, milliseconds: int) -> None:
-        """Takes in what has come. Called with the lock."""
-        while ready := dict(self._poller.poll(milliseconds)):
-            milliseconds, self._heard = 0, time.monotonic()
+    def _fetch(self, seconds: float) -> None:
+        """Takes in what has come, or the first that comes. Called with the lock."""
+        due = time.monotonic() + seconds
+        while not self._fetch_once(due - time.monotonic()) and time.monotonic() < due:
+            pass
+
+    def _fetch_once(self, seconds: float) -> bool:
+        """Takes in what has come; returns whether anything has."""
+        if self._landing is not None:
+            seconds, before = min(seconds, _LOOKED), len(self._mail)
+            now = time.monotonic()
+            self._mail.extend((now, each) for each in self._landing.receive())
+            if len(self._mail) > before:
+                self._heard, seconds = now, 0.0
+        came, left = False, int(1000 * max(seconds, 0.0))
+        while ready := dict(self._poller.poll(left)):
+            came, left, self._heard = True, 0, time.monotonic()
             try:
                 if self._front in ready:
                     self._hear(self._to_client.decode(self._front.recv()))
-                if self._inbox in ready:
-                    header, *frames = self._inbox.recv_multipart()
-                    landing = _Landing(self._rows.decode(header), frames)
-                    self._check(landing)
-                    self._mail.append((self._heard, landing))
+                if self._inbox.socket in ready:
+                    self._mail.append((self._heard, self._inbox.receive()))
             except (msgspec.MsgspecError, ValueError) as error:
                 # Whoever reaches the address can send anything.
                 logger.warning("a message cannot be read: %s", error)
-
-    def _check(self, landing: _Landing) -> None:
-        """Raises ValueError if the frames do not have the bytes of the rows."""
-        count = sum(end - start for start, end in landing.rows.pieces)
-        size = count * math.prod(self._row_shape) * self._dtype.itemsize
-        if [len(frame) for frame in landing.frames] != [size, size] or not size:
-            raise ValueError(f"{count} rows are not two frames of {size} bytes")
+        return came or bool(self._mail)
 
     def _hear(self, message: ToClient) -> None:
         """Takes a message of the front. Called with the lock."""
@@ -278,6 +317,7 @@ class PrefillClient:
             if self.welcome is None or self.welcome.instance != message.instance:
                 self._mail.append((self._heard, message))
                 self.welcome, self.refused, self.state = message, None, Pong()
+                self._land_at(message)
                 # Their lease may be shorter than what was supposed.
                 self._beat_due = 0.0
         elif isinstance(message, Refusal):
@@ -295,22 +335,29 @@ class PrefillClient:
     def _read(self, seconds: float) -> None:
         """Works on what has come, in the order in which it came."""
         with self._lock:
-            self._fetch(0 if self._mail else int(1000 * seconds))
-            mail, self._mail = self._mail, deque()
+            self._fetch(0.0 if self._mail else seconds)
+            mail, self._mail, landing = self._mail, deque(), self._landing
+        landed: list[Arrival] = []
         for came, message in mail:
-            if isinstance(message, _Landing):
-                self._land(message.rows, message.frames, came)
-            elif isinstance(message, Event):
+            if isinstance(message, Event):
                 if message.reason:
                     logger.warning("the prefill ranks refuse a prompt: %s", message.reason)
                 event = event_of(message)
                 assert isinstance(event, hand.Drained | hand.Beat), "what a sender says"
                 self._apply(event, came)
-            else:
+            elif isinstance(message, Welcome | Unknown):
                 self._lose("the prefill ranks have started again")
                 if isinstance(message, Welcome):
                     with self._lock:
                         self._receiver = Receiver(_UNBOUNDED, _UNBOUNDED, message.lease)
+            else:
+                self._land(message, came)
+                landed.append(message)
+        if landed and landing is not None:
+            landing.wait_for_device()
+        with self._lock:
+            for each in landed:
+                each.done()
         self._apply(hand.Tick())
 
     def _lose(self, reason: str) -> None:
@@ -319,23 +366,47 @@ class PrefillClient:
             self._tell(transfer, reason)
             self._apply(hand.Drained(transfer))
 
-    def _land(self, rows: Rows, frames: Sequence[bytes], came: float) -> None:
+    def _land(self, arrival: Arrival, came: float) -> None:
         """Gives rows out, unless their prompt has ended."""
+        rows = arrival.rows
         known = self._receiver.incoming.get(rows.transfer)
         if known is None or known.phase != "receiving":
             return
         starts, ends = np.array(rows.pieces, dtype=np.int64).T
         positions = expand_ranges(starts, ends - starts)
-        keys, values = (
-            torch.frombuffer(bytearray(frame), dtype=self._dtype).view(-1, *self._row_shape)
-            for frame in frames
-        )
-        self._on_rows(rows.transfer, rows.layer, positions, keys, values)
+        start, size = self._chunks[rows.transfer]
+        index = positions - (start + rows.chunk * size)
+        if not 0 <= index.min() <= index.max() < rows.expected:
+            logger.warning("rows %s are not of chunk %d", rows.pieces, rows.chunk)
+            return
+        self._on_rows(rows.transfer, rows.layer, positions, *arrival.tensors())
         layer = rows.transfer, rows.chunk, rows.layer
-        self._arrived[layer] += len(positions)
-        if self._arrived[layer] == rows.expected:
+        # Rows come again where a rank does not know whether they have come.
+        there = self._arrived.setdefault(layer, np.zeros(rows.expected, dtype=np.bool_))
+        there[index] = True
+        if there.all():
             del self._arrived[layer]
             self._apply(hand.Landed(*layer), came)
+
+    def _land_at(self, welcome: Welcome) -> None:
+        """Makes memory for rows that come by NIXL, and tells the front of it. With the lock."""
+        self._end_landing()
+        if welcome.transfer != "nixl":
+            return
+        size, agents = self._landing_bytes, welcome.agents
+        try:
+            made = NixlLanding(NixlAgent(), agents, self._form, self._device, size)
+        except NixlError as error:
+            logger.warning("rows come by TCP: %s", error)
+            self.without_nixl = str(error)
+            return
+        self._landing = made
+        self._send(made.message)
+
+    def _end_landing(self) -> None:
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.close()
 
     def _apply(self, event: hand.ReceiverEvent, came: float | None = None) -> None:
         """Applies an event to the receiving side, and does what it asks for.
@@ -363,6 +434,7 @@ class PrefillClient:
                 case hand.Free(transfer, _, reason):
                     for layer in [each for each in self._arrived if each[0] == transfer]:
                         del self._arrived[layer]
+                    self._chunks.pop(transfer, None)
                     self._tell(transfer, reason)
                     self._told.discard(transfer)
 
@@ -373,25 +445,18 @@ class PrefillClient:
             self._told.add(transfer)
 
 
-def _with_inbox(hello: Hello, inbox: str) -> Hello:
-    return msgspec.structs.replace(hello, inbox=inbox)
-
-
-def own_host(address: str) -> str:
-    """Returns the address of this machine, as the machine at an address sees it.
+def _accepted(choice: TransferChoice) -> tuple[str, tuple[TransferName, ...]]:
+    """Says why rows cannot come by NIXL, and how they may come.
 
     Raises:
-        ValueError: the address cannot be read, or its host cannot be found.
+        NixlError: NIXL alone is allowed, and cannot be used here.
     """
-    why, place = "", urlsplit(address)
+    if choice == "tcp":
+        return "TCP was chosen", ("tcp",)
     try:
-        # Asking for a port raises if it is none.
-        if place.scheme == "tcp" and place.hostname and place.port:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                # Nothing is sent: the kernel only chooses the interface.
-                probe.connect((place.hostname, place.port))
-                host: str = probe.getsockname()[0]
-                return host
-    except (ValueError, OSError) as error:
-        why = f" ({error})"
-    raise ValueError(f"{address}: give an address as tcp://HOST:PORT{why}")
+        NixlAgent()
+    except NixlError as error:
+        if choice == "nixl":
+            raise
+        return str(error), ("tcp",)
+    return "", ("nixl",) if choice == "nixl" else TRANSFERS

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +22,8 @@ from distca.prefill.messages import (
     Event,
     Hello,
     Join,
+    Landing,
+    Left,
     Ping,
     Pong,
     Prefill,
@@ -29,6 +31,7 @@ from distca.prefill.messages import (
     Refusal,
     ToFront,
     Told,
+    TransferName,
     Unknown,
     Welcome,
 )
@@ -42,6 +45,8 @@ _LEASES_KEPT = 10
 """Leases without a word after which a process of an engine is forgotten."""
 _NEEDS_ALL = {hand.Grant.__name__, hand.Received.__name__}
 """Events that count once all processes of an engine have told them."""
+
+_SAID = {"nixl": "NIXL", "tcp": "TCP"}
 
 _Key = tuple[str, Transfer]
 """Name of an engine, and its number of a prompt."""
@@ -99,7 +104,9 @@ class Front:
     Args:
         address: where to listen, `tcp://HOST:PORT`.
         facts: what engines must agree on.
-        welcome: answer to an engine that connects; its instance is filled in here.
+        welcome: answer to an engine that connects; its instance and its transfer are filled in
+            here. It has agents of NIXL if all ranks can use it.
+        transfers: how rows may be sent.
 
     Attributes:
         state: answer to an engine that asks for the state of the ranks.
@@ -108,8 +115,14 @@ class Front:
         ValueError: nobody can listen there.
     """
 
-    def __init__(self, address: str, facts: Mapping[str, str], welcome: Welcome) -> None:
-        self._facts, self._lease = dict(facts), welcome.lease
+    def __init__(
+        self,
+        address: str,
+        facts: Mapping[str, str],
+        welcome: Welcome,
+        transfers: Sequence[TransferName] = ("tcp",),
+    ) -> None:
+        self._facts, self._lease, self._transfers = dict(facts), welcome.lease, transfers
         self._welcome = msgspec.structs.replace(welcome, instance=uuid.uuid4().hex)
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
@@ -121,7 +134,8 @@ class Front:
         self._asked: dict[_Key, _Asked] = {}
         self._keys: dict[int, _Key] = {}
         self._next = 0
-        self._messages: list[Join | Told] = []
+        self._landings: dict[bytes, Landing] = {}
+        self._messages: list[Join | Told | Left] = []
         self.state = Pong()
         self._beat_due = 0.0
 
@@ -165,10 +179,9 @@ class Front:
                 del self._asked[key]
             for identity, heard in list(self._heard.items()):
                 if now - heard > _LEASES_KEPT * self._lease:
-                    # If it is there after all, it greets again.
-                    del self._heard[identity], self._peers[identity]
+                    self._let_go(identity)
 
-    def take(self) -> list[Join | Told]:
+    def take(self) -> list[Join | Told | Left]:
         """Returns what engines have said of prompts since the last call."""
         messages, self._messages = self._messages, []
         return messages
@@ -186,9 +199,24 @@ class Front:
         if key is not None:
             del self._asked[key]
 
+    def give_up(self, number: int) -> None:
+        """Lets the engine of a prompt go, since it is silent."""
+        key = self._keys.get(number)
+        if key is not None:
+            for identity in self._asked[key].identities.values():
+                self._let_go(identity)
+
     def close(self) -> None:
         """Ends the connections."""
         self._socket.close(linger=0)
+
+    def _let_go(self, identity: bytes) -> None:
+        """Forgets a process of an engine. If it is there after all, it greets again."""
+        peer = self._peers.pop(identity, None)
+        self._heard.pop(identity, None)
+        self._landings.pop(identity, None)
+        if peer is not None:
+            self._messages.append(Left(peer.inbox))
 
     def _say(self, identity: bytes, message: Message) -> None:
         self._socket.send_multipart([identity, encode(message)])
@@ -200,6 +228,8 @@ class Front:
             self._greet(identity, message)
         elif identity not in self._peers:
             self._say(identity, Unknown())
+        elif isinstance(message, Landing):
+            self._landings[identity] = message
         elif isinstance(message, Ping):
             self._say(identity, self.state)
         elif isinstance(message, Prefill):
@@ -213,10 +243,21 @@ class Front:
             logger.error("%s is refused: %s", hello.engine, why)
             self._say(identity, Refusal(why))
             return
+        common = [each for each in self._transfers if each in hello.transfers]
+        if not common:
+            ours, theirs = (" or ".join(each) for each in (self._transfers, hello.transfers))
+            why = f"the engine takes rows by {theirs}, and the prefill ranks send them by {ours}"
+            logger.error("%s is refused: %s", hello.engine, why)
+            self._say(identity, Refusal(why))
+            return
+        transfer = common[0]
         if identity not in self._peers:
-            logger.info("connected: %s, process %d", hello.engine, hello.worker)
+            by = f", rows by {_SAID[transfer]}" if hello.heads else ""
+            logger.info("connected: %s, process %d%s", hello.engine, hello.worker, by)
         self._peers[identity], self._heard[identity] = hello, time.monotonic()
-        self._say(identity, self._welcome)
+        agents = self._welcome.agents if transfer == "nixl" else ()
+        replace = msgspec.structs.replace
+        self._say(identity, replace(self._welcome, transfer=transfer, agents=agents))
 
     def _ask(self, identity: bytes, prefill: Prefill) -> None:
         peer, now = self._peers[identity], time.monotonic()
@@ -227,8 +268,13 @@ class Front:
             return
         asked.number, self._next = self._next, self._next + 1
         self._keys[asked.number] = key
-        told = (self._peers[each] for _, each in sorted(asked.identities.items()))
-        receiving = [Receiving(each.inbox, each.first_head, each.heads) for each in told]
+        told = (
+            (self._peers[each], self._landings.get(each))
+            for _, each in sorted(asked.identities.items())
+        )
+        receiving = [
+            Receiving(each.inbox, each.first_head, each.heads, landing) for each, landing in told
+        ]
         self._messages.append(Join(asked.number, prefill, receiving))
         # What all processes have told already.
         for (kind, chunk), count in asked.told.items():

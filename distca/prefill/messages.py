@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import msgspec
 
 from distca.inference.messages import Message
 from distca.schedule.serving.cdsp import handoff
 from distca.schedule.serving.cdsp.handoff import Transfer
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages."""
+
+TransferName = Literal["nixl", "tcp"]
+"""How rows come to an engine: NIXL writes them into its memory, or they are messages of ZeroMQ."""
+
+TRANSFERS: tuple[TransferName, ...] = get_args(TransferName)
+"""The better one first."""
+
+TransferChoice = Literal["auto", "nixl", "tcp"]
+"""What a side accepts: one of these, or either."""
 
 # From an engine's process to the front.
 
@@ -25,6 +36,7 @@ class Hello(Message, frozen=True):
         inbox: address to which rows are sent; empty for a process that receives none.
         first_head: first key-value head of the process.
         heads: key-value heads of the process.
+        transfers: how rows may come.
     """
 
     facts: dict[str, str]
@@ -34,6 +46,29 @@ class Hello(Message, frozen=True):
     inbox: str = ""
     first_head: int = 0
     heads: int = 0
+    transfers: tuple[TransferName, ...] = ("tcp",)
+
+
+class Landing(Message, frozen=True):
+    """Memory of an engine's process into which ranks write rows by NIXL.
+
+    It has slots of equal size. Those of rank `r` are the `slots` from number `r * slots` on.
+
+    Attributes:
+        name: name of the process among agents of NIXL; another memory has another name.
+        metadata: what NIXL needs to know to connect to it.
+        address: where the first slot begins.
+        device: number of the GPU that has the memory; -1: it is the host's.
+        slot_bytes: bytes of a slot.
+        slots: slots of each rank.
+    """
+
+    name: str
+    metadata: bytes
+    address: int
+    device: int
+    slot_bytes: int
+    slots: int
 
 
 class Prefill(Message, frozen=True):
@@ -87,6 +122,8 @@ class Welcome(Message, frozen=True):
         layers: layers of the model.
         capacity: most tokens of a prompt.
         lease: seconds without a word after which either side counts as dead.
+        transfer: how rows come.
+        agents: what NIXL needs to know to connect to each rank; empty where rows come by TCP.
     """
 
     instance: str
@@ -95,6 +132,8 @@ class Welcome(Message, frozen=True):
     layers: int
     capacity: int
     lease: float
+    transfer: TransferName = "tcp"
+    agents: tuple[bytes, ...] = ()
 
 
 class Refusal(Message, frozen=True):
@@ -131,11 +170,11 @@ class Pong(Message, frozen=True):
     blocks: int = 0
 
 
-# From a prefill rank to the inbox of an engine's process.
+# From a prefill rank to an engine's process, and back.
 
 
 class Rows(Message, frozen=True):
-    """Keys and values of some positions of a layer, in two further frames.
+    """Keys and values of some positions of a layer: two further frames, or all of a slot.
 
     Attributes:
         transfer: the engine's number, and epoch.
@@ -152,15 +191,33 @@ class Rows(Message, frozen=True):
     expected: int
 
 
+class InSlot(Message, frozen=True):
+    """Rows are in a slot of a landing: keys, and values behind them."""
+
+    rows: Rows
+    slot: int
+
+
+class SlotFree(Message, frozen=True):
+    """Rows were taken out of a slot, which may be written again."""
+
+    slot: int
+
+
 # From the first rank to all ranks, between two iterations.
 
 
 class Receiving(Message, frozen=True, tag=False):
-    """A process that receives rows of a prompt; see `Hello`."""
+    """A process that receives rows of a prompt; see `Hello`.
+
+    Attributes:
+        landing: memory into which they are written; None: they are sent to its inbox.
+    """
 
     inbox: str
     first_head: int
     heads: int
+    landing: Landing | None = None
 
 
 class Join(Message, frozen=True):
@@ -177,6 +234,12 @@ class Told(Message, frozen=True):
     event: Event
 
 
+class Left(Message, frozen=True):
+    """A process that was connected is not any more: nothing is sent to it, or waits for it."""
+
+    inbox: str
+
+
 class Agreed(Message, frozen=True):
     """What all ranks take in before the next iteration.
 
@@ -186,10 +249,10 @@ class Agreed(Message, frozen=True):
     """
 
     now: float
-    messages: list[Join | Told] = msgspec.field(default_factory=list)
+    messages: list[Join | Told | Left] = msgspec.field(default_factory=list)
 
 
-ToFront = Hello | Prefill | Event | Ping
+ToFront = Hello | Landing | Prefill | Event | Ping
 ToClient = Welcome | Refusal | Unknown | Pong | Event
 
 _WITH_CHUNK = {each.__name__: each for each in (handoff.Grant, handoff.Received)}

@@ -15,8 +15,6 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-import zmq
-from numpy.typing import NDArray
 
 from distca.inference.config import EngineConfig
 from distca.inference.engine import Engine, Iteration
@@ -27,7 +25,21 @@ from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 from distca.plan.span import Int64s
 from distca.prefill.front import Front
-from distca.prefill.messages import Agreed, Join, Pong, Prefill, Receiving, Rows, event_of
+from distca.prefill.messages import (
+    TRANSFERS,
+    Agreed,
+    Join,
+    Left,
+    Pong,
+    Prefill,
+    Receiving,
+    Rows,
+    TransferChoice,
+    TransferName,
+    event_of,
+)
+from distca.prefill.nixl import NixlAgent, NixlError
+from distca.prefill.outbox import Outbox
 from distca.schedule.serving.cdsp import Sender, send
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
@@ -37,6 +49,8 @@ logger = logging.getLogger(__name__)
 _SECONDS_A_REPORT = 10.0
 _SECONDS_IDLE = 0.5
 """Seconds after which the first rank says that nothing has come: others wait for it meanwhile."""
+_SECONDS_WRITING = 0.005
+"""The same while NIXL writes rows, which all ranks look after."""
 
 
 @dataclass
@@ -99,13 +113,24 @@ class PrefillRank:
         chunk: tokens of a chunk of the hand-off.
         lease: seconds without a word after which an engine counts as dead.
         model: the model, if it is read by now; None: transformers' of the configuration.
+        transfer: how rows may be sent.
 
     Attributes:
         counts: what was done so far.
+        transfers: how rows can be sent.
+        agents: what NIXL needs to know to connect to each rank; empty if it is not used.
+
+    Raises:
+        NixlError: NIXL alone is allowed, and a rank cannot use it.
     """
 
     def __init__(
-        self, config: EngineConfig, chunk: int, lease: float, model: ServedModel | None = None
+        self,
+        config: EngineConfig,
+        chunk: int,
+        lease: float,
+        model: ServedModel | None = None,
+        transfer: TransferChoice = "auto",
     ) -> None:
         assert config.parallel.tensor_parallel_size == 1, "rows of all heads lie on their rank"
         device = join_processes(config)
@@ -124,12 +149,41 @@ class PrefillRank:
         self._front: Front | None = None
         self._sender, self._now = Sender(lease), 0.0
         self._prompts: dict[int, _Prompt] = {}
-        self._inboxes: dict[str, zmq.Socket] = {}
+        agent = self._meet(transfer)
+        self._outbox = Outbox(self._rank, device, agent)
         # End of what the iteration under way feeds, by prompt.
         self._feeding: dict[int, int] = {}
         self._idle, self._report_due = False, 0.0
         self._agreed = decoder(Agreed)
         self.counts = PrefillCounts()
+
+    def _meet(self, choice: TransferChoice) -> NixlAgent | None:
+        """Chooses how rows are sent; returns this rank's agent of NIXL, if all have one."""
+        agent, why = None, ""
+        if choice != "tcp":
+            try:
+                agent = NixlAgent()
+            except NixlError as error:
+                why = str(error)
+        said = [(b"" if agent is None else agent.metadata, why)]
+        if self._several:
+            said *= dist.get_world_size()
+            dist.all_gather_object(said, said[0], group=self._control)
+        missing = [(number, each) for number, (metadata, each) in enumerate(said) if not metadata]
+        self.transfers: tuple[TransferName, ...] = ("tcp",)
+        self.agents: tuple[bytes, ...] = ()
+        if choice == "tcp":
+            return None
+        if missing:
+            number, why = missing[0]
+            if choice == "nixl":
+                raise NixlError(f"rank {number}: {why}")
+            if self._rank == 0:
+                logger.info("rows are sent by TCP: rank %d: %s", number, why)
+            return None
+        self.transfers = ("nixl",) if choice == "nixl" else TRANSFERS
+        self.agents = tuple(metadata for metadata, _ in said)
+        return agent
 
     @property
     def capacity(self) -> int:
@@ -191,8 +245,15 @@ class PrefillRank:
     def _agree(self) -> Agreed:
         """What all ranks take in."""
         told = [b""]
+        self._outbox.pump()
         if self._front is not None:
-            self._front.pump(min(_SECONDS_IDLE, self._lease / 4) if self._idle else 0.0)
+            writing = any(
+                each.landing is not None
+                for prompt in self._prompts.values()
+                for each in prompt.receiving
+            )
+            wait = _SECONDS_WRITING if writing else min(_SECONDS_IDLE, self._lease / 4)
+            self._front.pump(wait if self._idle else 0.0)
             told = [encode(Agreed(time.monotonic(), self._front.take()))]
         if self._several:
             dist.broadcast_object_list(told, 0, group=self._control)
@@ -204,6 +265,8 @@ class PrefillRank:
         for message in agreed.messages:
             if isinstance(message, Join):
                 self._join(message)
+            elif isinstance(message, Left):
+                self._leave(message.inbox)
             else:
                 event = event_of(message.event)
                 assert isinstance(event, hand.ToSender), "what a receiver says"
@@ -242,6 +305,13 @@ class PrefillRank:
             # Engines have blocks for all of it, and don't wait for offers.
             self._apply(hand.Dispatched(transfer, chunk))
 
+    def _leave(self, inbox: str) -> None:
+        """Ends the prompts of a process that is not connected any more."""
+        for number, prompt in list(self._prompts.items()):
+            if any(each.inbox == inbox for each in prompt.receiving):
+                self._apply(hand.Abort(Transfer(number), "the engine is not connected any more"))
+        self._outbox.disconnect(inbox)
+
     # Iterations.
 
     def _run(self, begun: Iteration) -> None:
@@ -266,6 +336,7 @@ class PrefillRank:
         """Sends the rows of a layer that are due; see `LayerWatch`."""
         for number, end in self._feeding.items():
             self._computed(number, layer, end)
+        self._outbox.pump()
         if self._front is not None:
             self._front.pump()
 
@@ -287,13 +358,15 @@ class PrefillRank:
             match action:
                 case hand.Write(transfer, chunk, layer):
                     self._write(transfer.request, chunk, layer)
-                    # The socket has its own copy.
+                    # What is sent later has its own copy.
                     self._apply(hand.Written(transfer, chunk, layer))
                 case hand.Send(hand.Drained(transfer)):
                     if self._front is not None:
                         self._front.say(transfer.request, hand.Drained.__name__)
                 case hand.Fence(transfer):
                     logger.warning("an engine is silent: a prompt is given up")
+                    if self._front is not None:
+                        self._front.give_up(transfer.request)
                     self._apply(hand.Fenced(transfer))
                 case hand.Free(transfer, _, reason):
                     self._free(transfer.request, reason)
@@ -306,16 +379,16 @@ class PrefillRank:
         if not len(positions):
             return
         rows = Rows(prompt.prefill.transfer, chunk, layer, _pieces(positions), end - start)
-        header = encode(rows)
         for each in prompt.receiving:
             own = slice(each.first_head, each.first_head + each.heads)
-            frames = [_bytes_of(rows[:, own]) for rows in (keys, values)]
-            self.counts.bytes_rows += sum(frame.nbytes for frame in frames)
-            self._inbox_of(each.inbox).send_multipart([header, *frames], copy=False)
+            of_heads = [of[:, own].contiguous() for of in (keys, values)]
+            self.counts.bytes_rows += sum(of.nbytes for of in of_heads)
+            self._outbox.send(each, rows, *of_heads)
 
     def _free(self, number: int, reason: str) -> None:
         """Gives the blocks of a prompt back, once all is received or it has ended."""
         prompt = self._prompts.pop(number)
+        self._outbox.forget(prompt.receiving, prompt.prefill.transfer)
         self._engine.abort(number)
         if reason:
             self.counts.ended += 1
@@ -326,11 +399,6 @@ class PrefillRank:
         if self._front is not None:
             self._front.forget(number)
             self._report()
-        # An engine that is gone leaves no queue behind.
-        used = {each.inbox for other in self._prompts.values() for each in other.receiving}
-        for address in {each.inbox for each in prompt.receiving} - used if reason else ():
-            if address in self._inboxes:
-                self._inboxes.pop(address).close(linger=0)
 
     def _report(self) -> None:
         """Logs what was done, every few seconds in which something was."""
@@ -345,19 +413,9 @@ class PrefillRank:
                 *(state.waiting, state.running, state.held),
             )
 
-    def _inbox_of(self, address: str) -> zmq.Socket:
-        if address not in self._inboxes:
-            socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
-            # The engine has blocks for all that is sent.
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.connect(address)
-            self._inboxes[address] = socket
-        return self._inboxes[address]
-
     def close(self) -> None:
         """Ends the connections."""
-        for socket in self._inboxes.values():
-            socket.close(linger=0)
+        self._outbox.close()
         if self._front is not None:
             self._front.close()
 
@@ -367,8 +425,3 @@ def _pieces(positions: Int64s) -> list[tuple[int, int]]:
     opens = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
     closes = np.append(opens[1:], len(positions)) - 1
     return [*zip(positions[opens].tolist(), (positions[closes] + 1).tolist(), strict=True)]
-
-
-def _bytes_of(rows: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor, for whoever sends them."""
-    return rows.contiguous().cpu().view(torch.uint8).numpy()

@@ -208,7 +208,9 @@ class _Asks:
         name = f"{config.kv_transfer_config.engine_id}, scheduler"
         # It asks for nothing, but knows whether the ranks work.
         hello = Hello(_facts(config), name)
-        self._client = PrefillClient(settings.address, hello, 1, torch.float32, lambda *_: None)
+        self._client = PrefillClient(
+            settings.address, hello, 1, torch.float32, lambda *_: None, "tcp"
+        )
         self._next = 0
         self._begun: list[Load] = []
         self._cancelled: list[int] = []
@@ -340,14 +342,28 @@ class _Writes:
             heads,
         )
         dim, dtype = model.get_head_size(), model.dtype
-        self._client = PrefillClient(self._settings.address, hello, dim, dtype, self._write)
-        if self._client.connect(self._settings.connect_seconds):
-            logger.info("DistCA: connected to the prefill ranks at %s", self._settings.address)
+        settings, device = self._settings, next(iter(caches.values())).device
+        client = self._client = PrefillClient(
+            settings.address,
+            hello,
+            dim,
+            dtype,
+            self._write,
+            settings.transfer,
+            device,
+            settings.landing_bytes,
+        )
+        if client.connect(settings.connect_seconds):
+            logger.info(
+                "DistCA: connected to the prefill ranks at %s; rows come by %s",
+                settings.address,
+                client.comes_by,
+            )
         else:
             logger.warning(
                 "DistCA: nobody answers at %s: vLLM computes all prompts until `distca prefill` "
                 "runs there",
-                self._settings.address,
+                settings.address,
             )
 
     def take(self, loads: Loads) -> None:

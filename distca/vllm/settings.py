@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from distca.prefill.client import own_host
+from distca.prefill.address import own_host
+from distca.prefill.client import LANDING_BYTES
+from distca.prefill.messages import TransferChoice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,6 +25,9 @@ class Settings:
         address: where `distca prefill` listens, `tcp://HOST:PORT`.
         min_tokens: prompts of fewer tokens that vLLM does not have yet are vLLM's own.
         connect_seconds: how long a worker waits for the ranks at its start.
+        transfer: how keys and values come, `nixl`, `tcp`, or `auto`: by NIXL where both sides have
+            it.
+        landing_bytes: memory of each worker into which ranks write by NIXL, at most.
 
     Raises:
         ValueError: a value cannot be used; the message says what to change.
@@ -31,16 +36,30 @@ class Settings:
     address: str
     min_tokens: int = 1024
     connect_seconds: float = 10.0
+    transfer: TransferChoice = "auto"
+    landing_bytes: int = LANDING_BYTES
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str):
             raise ValueError(f"distca_address {self.address}: give an address as tcp://HOST:PORT")
-        own_host(self.address)
+        try:
+            own_host(self.address)
+        except ValueError as error:
+            raise ValueError(f"distca_address {error}") from None
         if type(self.min_tokens) is not int or self.min_tokens < 1:
             raise ValueError(f"distca_min_tokens {self.min_tokens!r}: give a number of at least 1")
         if type(self.connect_seconds) not in (int, float) or not 0 <= self.connect_seconds <= 3600:
             raise ValueError(
                 f"distca_connect_seconds {self.connect_seconds!r}: give seconds from 0 to 3600"
+            )
+        if self.transfer not in get_args(TransferChoice):
+            raise ValueError(
+                f"distca_transfer {self.transfer!r}: choose from "
+                f"{', '.join(get_args(TransferChoice))}"
+            )
+        if type(self.landing_bytes) is not int or self.landing_bytes < 1:
+            raise ValueError(
+                f"distca_landing_bytes {self.landing_bytes!r}: give a number of at least 1"
             )
 
     @classmethod

@@ -38,7 +38,7 @@ FOREIGN_FLAGS = {
     *("--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"),
     *("--no-build-isolation", "--kv-transfer-config", "--prefill-context-parallel-size"),
     # vLLM's, and those of a command that is gone, which docs/serving.md names.
-    *("--api-key", "--headless", "--job-key-file"),
+    *("--api-key", "--compilation-config", "--headless", "--job-key-file"),
 }
 
 

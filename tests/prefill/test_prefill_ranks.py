@@ -15,6 +15,7 @@ from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import (
+    BY_EACH,
     CHUNK,
     Reader,
     free_address,
@@ -43,6 +44,7 @@ def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: i
         torch.testing.assert_close(ours[:, start:], theirs[:, start:], atol=2e-5, rtol=1e-5)
 
 
+@BY_EACH
 @pytest.mark.parametrize(
     ("count", "changes"),
     [
@@ -56,7 +58,7 @@ def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: i
     ids=["one", "pass-kv", "pass-q", "short", "growing", "growing, pass-q"],
 )
 def test_rows_equal_transformers_own(
-    ranks: Ranks, tmp_path: Path, count: int, changes: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, count: int, changes: dict[str, Any], transfer: str
 ) -> None:
     folder, address = save_small_model("llama", tmp_path), free_address()
     common = prompt(0, 64)
@@ -69,12 +71,12 @@ def test_rows_equal_transformers_own(
         4: (common + prompt(4, 31), 50),
         5: (prompt(5, CHUNK), 0),
     }
-    run = partial(
-        ranks.run, prefill_on_a_rank, folder, address, len(prompts), changes, world_size=count
-    )
-    with in_background(run) as done:
-        reader = Reader(folder, address)
+    of_ranks = folder, address, len(prompts), changes, CHUNK, transfer
+    with in_background(partial(ranks.run, prefill_on_a_rank, *of_ranks, world_size=count)) as done:
+        # Slots of a few rows: most of what is sent waits for one.
+        reader = Reader(folder, address, landing_bytes=count * 4096)
         assert reader.client.connect(60.0)
+        assert reader.client.comes_by.startswith(transfer.upper())
         for number, (tokens, start) in prompts.items():
             if number == 4:
                 # What it begins with is computed by then.
@@ -113,9 +115,13 @@ def test_another_model_is_refused_before_anything_runs(ranks: Ranks, tmp_path: P
     check(reader, folder, 0, prompt(0, 9))
 
 
-def test_each_process_of_an_engine_has_its_heads(ranks: Ranks, tmp_path: Path) -> None:
+@BY_EACH
+def test_each_process_of_an_engine_has_its_heads(
+    ranks: Ranks, tmp_path: Path, transfer: str
+) -> None:
     folder, address = save_small_model("qwen2", tmp_path), free_address()
-    run = partial(ranks.run, prefill_on_a_rank, folder, address, 2, {}, world_size=2)
+    of_ranks = folder, address, 2, {}, CHUNK, transfer
+    run = partial(ranks.run, prefill_on_a_rank, *of_ranks, world_size=2)
     with in_background(run):
         readers = [Reader(folder, address, (head, 1), (head, 2)) for head in range(2)]
         for reader in readers:
@@ -134,12 +140,15 @@ def test_each_process_of_an_engine_has_its_heads(ranks: Ranks, tmp_path: Path) -
                 torch.testing.assert_close(ours[:, 3:, 0], whole[:, 3:, head], atol=2e-5, rtol=1e-5)
 
 
-def test_what_is_cancelled_writes_no_more_and_leaves_no_block(ranks: Ranks, tmp_path: Path) -> None:
+@BY_EACH
+def test_what_is_cancelled_writes_no_more_and_leaves_no_block(
+    ranks: Ranks, tmp_path: Path, transfer: str
+) -> None:
     folder, address = save_small_model("llama", tmp_path), free_address()
     count = 24
-    run = partial(ranks.run, prefill_on_a_rank, folder, address, count, {}, world_size=2)
-    with in_background(run) as done:
-        reader = Reader(folder, address)
+    of_ranks = folder, address, count, {}, CHUNK, transfer
+    with in_background(partial(ranks.run, prefill_on_a_rank, *of_ranks, world_size=2)) as done:
+        reader = Reader(folder, address, landing_bytes=1 << 15)
         assert reader.client.connect(60.0)
         prompts = {n: prompt(n % 5, 20 + 37 * n % 200) for n in range(count)}
         for number, tokens in prompts.items():

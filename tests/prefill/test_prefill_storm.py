@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distca.schedule.serving.cdsp.handoff import Transfer
-from support.prefills import Reader, free_address, prompt, reference
+from support.prefills import BY_EACH, Reader, free_address, prompt, reference
 from support.small_models import save_small_model
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,8 @@ def is_cancelled(number: int) -> bool:
     return number % 3 > 0 or number % 24 == 0
 
 
-def test_a_storm_of_aborts_and_dead_ranks(tmp_path: Path, full: bool) -> None:
+@BY_EACH
+def test_a_storm_of_aborts_and_dead_ranks(tmp_path: Path, full: bool, transfer: str) -> None:
     """Most prompts are cancelled at some moment. Ranks are killed and stopped in between, and start
     again by themselves. Only prompts that are under way then are lost."""
     folder, address = save_small_model("llama", tmp_path), free_address()
@@ -74,8 +75,9 @@ def test_a_storm_of_aborts_and_dead_ranks(tmp_path: Path, full: bool) -> None:
     faults |= {count // 6: signal.SIGKILL, count // 2: signal.SIGSTOP}
     fault_of, lost = "", set[int]()
     # For minutes all processes wait for cores as well.
-    with prefill_command(folder, address, lease=10.0 if full else LEASE) as launcher:
-        reader = Reader(folder, address)
+    lease = 10.0 if full else LEASE
+    with prefill_command(folder, address, "--transfer", transfer, lease=lease) as launcher:
+        reader = Reader(folder, address, landing_bytes=1 << 16)
         for number, tokens in enumerate(prompts):
             if number % 5 == 0:
                 # After a fault: until those that have started again have said so.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import threading
 import time
@@ -11,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from distca.inference.llm import configure
 from distca.inference.models import ServedModel, read_model
 from distca.plan.span import Int64s
-from distca.prefill.client import Ended, PrefillClient
+from distca.prefill.client import LANDING_BYTES, Ended, PrefillClient
 from distca.prefill.facts import model_facts
 from distca.prefill.front import Front
-from distca.prefill.messages import Hello, Welcome
+from distca.prefill.messages import Hello, TransferChoice, Welcome
 from distca.prefill.ranks import PrefillCounts, PrefillRank
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.small_models import VOCABULARY
@@ -38,11 +40,24 @@ class RankDone:
     referenced: int
 
 
+NEEDS_NIXL = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed here: pip install nixl"
+)
+BY_EACH = pytest.mark.parametrize("transfer", ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)])
+"""Rows come by TCP, and by NIXL where it is installed."""
+
+
 def prefill_on_a_rank(
-    folder: Path, address: str, prompts: int, changes: dict[str, Any], chunk: int = CHUNK
+    folder: Path,
+    address: str,
+    prompts: int,
+    changes: dict[str, Any],
+    chunk: int = CHUNK,
+    transfer: TransferChoice = "auto",
 ) -> RankDone:
     """Computes prompts by transformers' code until so many have ended."""
-    return prefill_with(read_model(str(folder), torch.float32), address, prompts, changes, chunk)
+    model = read_model(str(folder), torch.float32)
+    return prefill_with(model, address, prompts, changes, chunk, transfer=transfer)
 
 
 def prefill_with(
@@ -52,16 +67,19 @@ def prefill_with(
     changes: dict[str, Any],
     chunk: int = CHUNK,
     lease: float = LEASE,
+    transfer: TransferChoice = "auto",
 ) -> RankDone:
     """Computes prompts until so many have ended."""
     count = dist.get_world_size()
     settings = {"block_size": 4, "max_num_batched_tokens": 96, "cache_bytes": 1 << 24}
-    rank = PrefillRank(configure(model, count, **(settings | changes)), chunk, lease, model)
+    config = configure(model, count, **(settings | changes))
+    rank = PrefillRank(config, chunk, lease, model, transfer)
     front = None
     if dist.get_rank() == 0:
         facts = model_facts(model.config, model.path, "float32", model.frequencies)
-        welcome = Welcome("", count, chunk, len(model.windows), rank.capacity, lease)
-        front = Front(address, facts, welcome)
+        layers = len(model.windows)
+        welcome = Welcome("", count, chunk, layers, rank.capacity, lease, agents=rank.agents)
+        front = Front(address, facts, welcome, rank.transfers)
         rank.listen(front)
     try:
         while rank.counts.prompts + rank.counts.ended < prompts:
@@ -82,6 +100,9 @@ class Reader:
         heads: first head of keys, and how many; None: all.
         worker: number of this process, and how many there are.
         engine: name of the engine.
+        transfer: how rows come.
+        landing_bytes: memory for those that come by NIXL.
+        facts: what it says of the model that is not so.
     """
 
     def __init__(
@@ -91,6 +112,8 @@ class Reader:
         heads: tuple[int, int] | None = None,
         worker: tuple[int, int] = (0, 1),
         engine: str = "engine",
+        transfer: TransferChoice = "auto",
+        landing_bytes: int = LANDING_BYTES,
         **facts: str,
     ) -> None:
         model = read_model(str(folder), torch.float32)
@@ -102,7 +125,15 @@ class Reader:
         self.written: dict[Transfer, torch.Tensor] = {}
         self.late: list[Transfer] = []
         self.ended: dict[Transfer, str] = {}
-        self.client = PrefillClient(address, hello, model.shape.head_dim, torch.float32, self._take)
+        self.client = PrefillClient(
+            address,
+            hello,
+            model.shape.head_dim,
+            torch.float32,
+            self._take,
+            transfer,
+            landing_bytes=landing_bytes,
+        )
 
     def begin(self, number: int, tokens: Sequence[int], start: int = 0, **settings: Any) -> None:
         """Asks for a prompt."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from support.small_models import save_small_model
 from support.vllm_server import MIN_TOKENS, Server, prefill, vllm_serve
 
 STRATEGIES = {
-    "pass-kv": ("--prefill-strategy", "pass-kv"),
+    "pass-kv": ("--prefill-strategy", "pass-kv", "--transfer", "tcp"),
     "pass-q": ("--prefill-strategy", "pass-q"),
     "auto": ("--context-parallel-threshold", "256"),
     "runahead": ("--prefill-strategy", "runahead", "--partition", "0.6,0.4"),
@@ -136,6 +137,8 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
             ready(server)
             server.reset()
             assert server.answers(bodies) == expected, name
+            by = "TCP" if "tcp" in flags or find_spec("nixl") is None else "NIXL"
+            assert f", process 0, rows by {by}" in (server.folder / f"{name}.log").read_text()
             wanted = sum(
                 length for body in bodies if (length := len(body.get("prompt", ()))) > MIN_TOKENS
             )
@@ -234,7 +237,14 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
         ({"distca_address": "tcp://127.0.0.1"}, "give an address as tcp://HOST:PORT"),
         ({"distca_address": "tcp://127.0.0.1:99999"}, "give an address as tcp://HOST:PORT"),
         ({"distca_address": "http://127.0.0.1:8300"}, "give an address as tcp://HOST:PORT"),
-        ({"distca_address": "tcp://no.such.host.invalid:1"}, "give an address as tcp://HOST:PORT"),
+        (
+            {"distca_address": "tcp://no.such.host.invalid:1"},
+            "host no.such.host.invalid cannot",
+        ),
+        ({"distca_address": "tcp://[::1]:8300"}, "distca_address .*: ::1 is an IPv6 address"),
+        ({"distca_address": "tcp://::1:8300"}, "give an address as tcp://HOST:PORT"),
+        ({"distca_transfer": "rdma"}, "distca_transfer 'rdma': choose from auto, nixl, tcp"),
+        ({"distca_landing_bytes": 0}, "distca_landing_bytes 0: give a number of at least 1"),
         ({"distca_adress": "tcp://127.0.0.1:1"}, r"\(is distca_address meant\?\): choose from"),
         ({"block_size": 3}, "has no setting block_size: choose from distca_address, "),
         ({"distca_min_tokens": 0}, "distca_min_tokens 0: give a number of at least 1"),

@@ -1,0 +1,311 @@
+"""How a prefill rank sends rows to the processes of engines.
+
+Each process has a connection. `NixlConnection` writes rows into slots of the process's memory; the
+process says when it has taken them out. `TcpConnection` sends them as messages. Rows that find no
+slot wait in the memory of the host, so nobody waits for an engine. Where NIXL fails, what it did
+not write for certain is sent again by TCP, and the process takes each row once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import zmq
+
+from distca.inference.messages import decoder, encode
+from distca.prefill.messages import InSlot, Landing, Receiving, Rows, SlotFree
+from distca.prefill.nixl import NixlAgent, NixlError, slot_rows
+from distca.schedule.serving.cdsp.handoff import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Rows with their keys and values, `[rows, heads, head_dim]`."""
+
+    rows: Rows
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Connection(Protocol):
+    """A way to one process of an engine."""
+
+    def send(self, parcel: Parcel) -> None:
+        """Sends rows, now or later. Raises `NixlError` if the process cannot be reached so."""
+        ...
+
+    def pump(self) -> None:
+        """Sends what waits and can be sent now. Raises `NixlError` as `send` does."""
+        ...
+
+    def forget(self, transfer: Transfer) -> None:
+        """Drops the rows of a prompt that wait."""
+        ...
+
+    def close(self) -> list[Parcel]:
+        """Ends the connection; returns what may not have come."""
+        ...
+
+
+class TcpConnection:
+    """Messages of ZeroMQ, which has a queue and a thread of its own.
+
+    Args:
+        inbox: address of the process.
+    """
+
+    def __init__(self, inbox: str) -> None:
+        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
+        # The engine has blocks for all that is sent.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(inbox)
+
+    def send(self, parcel: Parcel) -> None:
+        """See `Connection`."""
+        frames = [_bytes_of(rows).cpu().numpy() for rows in (parcel.keys, parcel.values)]
+        self._socket.send_multipart([encode(parcel.rows), *frames], copy=False)
+
+    def pump(self) -> None:
+        """See `Connection`."""
+
+    def forget(self, transfer: Transfer) -> None:
+        """See `Connection`."""
+
+    def close(self) -> list[Parcel]:
+        """See `Connection`."""
+        self._socket.close(linger=0)
+        return []
+
+
+@dataclass
+class _Slot:
+    """A slot that is written, or that was not taken yet.
+
+    Attributes:
+        rows: its rows.
+        write: the write under way; None: there is none.
+        written: whether the write has ended.
+        taken: whether the process has said that it is free.
+    """
+
+    rows: Rows
+    write: Any = None
+    written: bool = False
+    taken: bool = False
+
+
+class NixlConnection:
+    """Writes of NIXL into this rank's slots of a process's memory.
+
+    Args:
+        agent: agent of this rank.
+        landing: memory of the process.
+        rank: number of this rank.
+        device: device of the rows.
+
+    Attributes:
+        name: name of the process's agent.
+
+    Raises:
+        NixlError: the process cannot be reached.
+    """
+
+    def __init__(self, agent: NixlAgent, landing: Landing, rank: int, device: torch.device) -> None:
+        self.name = landing.name
+        self._agent, self._landing, self._first = agent, landing, rank * landing.slots
+        size = landing.slots, landing.slot_bytes
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._free = deque(range(landing.slots))
+        self._slots: dict[int, _Slot] = {}
+        self._waiting: deque[Parcel] = deque()
+        # Heads and numbers of a head of all rows, and their dtype.
+        self._shape: tuple[int, ...] = ()
+        self._dtype = torch.float32
+        agent.connect(landing.metadata)
+        self._registered = agent.register(self._memory)
+
+    def send(self, parcel: Parcel) -> None:
+        """See `Connection`."""
+        self._shape, self._dtype = tuple(parcel.keys.shape[1:]), parcel.keys.dtype
+        for part in _parts(parcel, self._landing.slot_bytes):
+            if self._free and not self._waiting:
+                self._write(part)
+            else:
+                # The blocks may be another prompt's by then.
+                kept = (each.to("cpu", copy=True) for each in (part.keys, part.values))
+                self._waiting.append(Parcel(part.rows, *kept))
+
+    def pump(self) -> None:
+        """See `Connection`."""
+        for number, slot in list(self._slots.items()):
+            if not slot.written and self._agent.is_written(slot.write):
+                slot.written = True
+                self._give_back(number)
+        while self._waiting and self._free:
+            self._write(self._waiting.popleft())
+
+    def taken(self, number: int) -> None:
+        """Notes that a slot's rows were taken out."""
+        slot = self._slots.get(number - self._first)
+        if slot is not None:
+            slot.taken = True
+            self._give_back(number - self._first)
+
+    def forget(self, transfer: Transfer) -> None:
+        """See `Connection`."""
+        self._waiting = deque(each for each in self._waiting if each.rows.transfer != transfer)
+
+    def close(self) -> list[Parcel]:
+        """See `Connection`."""
+        open_ = {number: slot for number, slot in self._slots.items() if not slot.written}
+        left = [
+            Parcel(slot.rows, *(each.clone() for each in self._rows_of(number, slot.rows)))
+            for number, slot in open_.items()
+        ]
+        ended = [self._agent.give_up(slot.write) for slot in open_.values() if slot.write]
+        self._agent.disconnect(self.name)
+        # What NIXL may still read stays where it is.
+        self._agent.deregister(self._registered, None if all(ended) else self._memory)
+        left += self._waiting
+        self._slots.clear()
+        self._waiting.clear()
+        return left
+
+    def _write(self, parcel: Parcel) -> None:
+        number = self._free.popleft()
+        for memory, rows in zip(
+            self._rows_of(number, parcel.rows), (parcel.keys, parcel.values), strict=True
+        ):
+            memory.copy_(rows)
+        if self._memory.is_cuda:
+            # NIXL does not know of what is queued on the device.
+            torch.cuda.current_stream(self._memory.device).synchronize()
+        there = self._first + number
+        # It is known before the write begins, so that one which fails at once is sent again.
+        slot = self._slots[number] = _Slot(parcel.rows)
+        source = self._memory[number][: parcel.keys.nbytes + parcel.values.nbytes]
+        message = encode(InSlot(parcel.rows, there))
+        slot.write = self._agent.write(source, self._landing, there, message)
+
+    def _rows_of(self, number: int, rows: Rows) -> Iterator[torch.Tensor]:
+        """Keys and values of a slot."""
+        return slot_rows(self._memory[number], rows, self._shape, self._dtype)
+
+    def _give_back(self, number: int) -> None:
+        slot = self._slots[number]
+        if slot.taken and slot.written:
+            del self._slots[number]
+            self._free.append(number)
+
+
+class Outbox:
+    """All connections of a rank.
+
+    Args:
+        rank: number of the rank.
+        device: device of the rows.
+        agent: agent of NIXL; None: all goes by TCP.
+    """
+
+    def __init__(self, rank: int, device: torch.device, agent: NixlAgent | None) -> None:
+        self._rank, self._device, self._agent = rank, device, agent
+        self._connections: dict[str, Connection] = {}
+        self._nixl: dict[str, NixlConnection] = {}
+        self._decoder = decoder(SlotFree)
+
+    def send(self, to: Receiving, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Sends rows to a process. They stay as they are from now on."""
+        parcel = Parcel(rows, keys, values)
+        try:
+            self._connection(to).send(parcel)
+        except NixlError as error:
+            self._by_tcp(to.inbox, error, [parcel])
+
+    def pump(self) -> None:
+        """Goes on with what is under way."""
+        if self._agent is None or not self._nixl:
+            return
+        for name, message in self._agent.notified():
+            connection = next((each for each in self._nixl.values() if each.name == name), None)
+            if connection is not None:
+                try:
+                    connection.taken(self._decoder.decode(message).slot)
+                except msgspec.MsgspecError as error:
+                    logger.warning("a message cannot be read: %s", error)
+        for inbox, connection in list(self._nixl.items()):
+            try:
+                connection.pump()
+            except NixlError as error:
+                self._by_tcp(inbox, error)
+
+    def forget(self, receiving: Iterable[Receiving], transfer: Transfer) -> None:
+        """Drops the rows of a prompt that wait."""
+        for each in receiving:
+            if each.inbox in self._connections:
+                self._connections[each.inbox].forget(transfer)
+
+    def disconnect(self, inbox: str) -> None:
+        """Ends the connection to a process, if there is one."""
+        connection = self._connections.pop(inbox, None)
+        self._nixl.pop(inbox, None)
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for inbox in list(self._connections):
+            self.disconnect(inbox)
+
+    def _connection(self, to: Receiving) -> Connection:
+        if to.inbox not in self._connections:
+            if to.landing is None or self._agent is None:
+                self._connections[to.inbox] = TcpConnection(to.inbox)
+            else:
+                made = NixlConnection(self._agent, to.landing, self._rank, self._device)
+                self._connections[to.inbox] = self._nixl[to.inbox] = made
+        return self._connections[to.inbox]
+
+    def _by_tcp(self, inbox: str, why: NixlError, more: Iterable[Parcel] = ()) -> None:
+        """Sends by TCP from now on, and again what may not have come."""
+        logger.warning("rows go to %s by TCP from now on: %s", inbox, why)
+        failed = self._nixl.pop(inbox, None)
+        self._connections[inbox] = TcpConnection(inbox)
+        for parcel in (*(failed.close() if failed is not None else ()), *more):
+            self._connections[inbox].send(parcel)
+
+
+def _parts(parcel: Parcel, most: int) -> Iterator[Parcel]:
+    """Cuts rows so that keys and values of each part have `most` bytes at most."""
+    count = len(parcel.keys)
+    rows_a_part = most // (2 * parcel.keys[0].nbytes)
+    if count <= rows_a_part:
+        yield parcel
+        return
+    for first in range(0, count, rows_a_part):
+        end = min(first + rows_a_part, count)
+        rows = msgspec.structs.replace(parcel.rows, pieces=_cut(parcel.rows.pieces, first, end))
+        yield Parcel(rows, parcel.keys[first:end], parcel.values[first:end])
+
+
+def _cut(pieces: Iterable[tuple[int, int]], first: int, end: int) -> list[tuple[int, int]]:
+    """Pieces of the rows from `first` to `end`, counted over all pieces."""
+    found, before = [], 0
+    for start, stop in pieces:
+        low, high = max(first - before, 0), min(end - before, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        before += stop - start
+    return found
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, uint8."""
+    return rows.contiguous().view(torch.uint8)
