@@ -404,7 +404,7 @@ def test_what_could_never_be_held_is_refused() -> None:
     with pytest.raises(ValueError, match="49 tokens need more than the 48"):
         scheduler.add(1, [1] * 40, 10)
     with pytest.raises(ValueError, match="raise --max-num-batched-tokens"):
-        SchedulerConfig(sequences=8, tokens=4, stripe=4, short=1)
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4, stripe=4, threshold=1)
 
 
 @pytest.mark.parametrize("strategy", ["pass-kv", "pass-q"])

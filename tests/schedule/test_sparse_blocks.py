@@ -18,7 +18,7 @@ from support.engines import changed
 from support.token_engine import token_settings
 
 SIZE = 4
-LIMITS = SchedulerConfig(sequences=4, tokens=16, stripe=SIZE, short=20)
+LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, stripe=SIZE, threshold=20)
 
 
 def found(lengths: list[int], sparse_salt: bytes | None, pool: int = 40) -> list[int]:

@@ -68,7 +68,7 @@ def test_prefills_alone_are_those_of_the_whole_cluster(strategy: str) -> None:
 
 def test_groups_that_the_scheduler_gives_are_those_of_the_plan() -> None:
     """A prompt alone: its chunks, each fed in shares of an iteration's tokens."""
-    engine = make_engine(replace(CLUSTER, tokens=16 * 4096), "fixed-8")
+    engine = make_engine(replace(CLUSTER, max_num_batched_tokens=16 * 4096), "fixed-8")
     engine.add(0, [0] * 90_000, 1)
     fed = []
     while (begun := engine.begin()) is not None:

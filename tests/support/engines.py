@@ -188,7 +188,7 @@ def settings_of(
         changes["split"] = split_model(sliced, layout)
     settings = EngineConfig(
         ModelConfig(path, "float32", model.windows, 96, b"salt"),
-        SchedulerConfig(sequences=8, tokens=chunk, stripe=BLOCK, short=12),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=chunk, stripe=BLOCK, threshold=12),
         ParallelConfig(world_size, step_timeout=60.0),
         CacheConfig(BLOCK, 1 << 20),
     )

@@ -61,7 +61,7 @@ class BlockOwners:
 
     def _at_home(self, each: Request, count: int) -> list[int]:
         """Returns owners of `count` new blocks: the home of a short sequence, else all ranks."""
-        if len(each.tokens) < self._limits.short:
+        if len(each.tokens) < self._limits.threshold:
             return [each.home] * count
         return self._evenly(each, count, self._computing, each.computed >= each.prompt)
 
@@ -84,7 +84,7 @@ class BlockOwners:
 
     def _in_chain(self, each: Request, count: int, blocks: int) -> list[int]:
         """Ranks of the blocks that a chunk adds, by the chain or the levels, if it has any."""
-        long = each.chain is not None or len(each.tokens) >= self._limits.short
+        long = each.chain is not None or len(each.tokens) >= self._limits.threshold
         chain = each.chain or self._limits.chain
         if chain is None or not long or each.computed >= each.prompt:
             return []

@@ -37,7 +37,7 @@ class GroupGiver:
 
         Groups compute side by side then, and none waits long for the others to end the iteration.
         """
-        self._left = [max(self._limits.tokens // self._ranks, 1)] * self._ranks
+        self._left = [max(self._limits.max_num_batched_tokens // self._ranks, 1)] * self._ranks
 
     def most(self, each: Request) -> int:
         """Returns the most tokens of a sequence's chunk that its ranks can still be fed."""
@@ -64,7 +64,7 @@ class GroupGiver:
             running: sequences that run, in the order in which they were admitted.
         """
         growing = self._limits.growing
-        if growing is None or len(each.tokens) < self._limits.short:
+        if growing is None or len(each.tokens) < self._limits.threshold:
             return
         # Ranks without weights are in no group.
         holders = frozenset(block.rank for block in each.blocks if block.rank < self._ranks)

@@ -14,12 +14,12 @@ class SchedulerConfig:
     """Bounds and rules of a scheduler.
 
     Attributes:
-        sequences: most sequences that run at a time.
-        tokens: most tokens that an iteration feeds; with groups that grow each rank computes at
-            most an equal share of them.
+        max_num_seqs: most sequences that run at a time.
+        max_num_batched_tokens: most tokens that an iteration feeds; with groups that grow each rank
+            computes at most an equal share of them.
         stripe: consecutive decoded positions of a long sequence that one rank owns; a multiple of
             the blocks' size.
-        short: tokens below which a sequence is short.
+        threshold: tokens from which a sequence is long, and ranks share it.
         servers: ranks, the last ones, that hold keys and values, and have no weights.
         chain: who shares out chunks of long sequences, a chain or levels; None: in zigzag.
         evens_out: whether blocks move once a prompt is computed, until all ranks hold equal shares,
@@ -30,20 +30,21 @@ class SchedulerConfig:
         ValueError: the limits contradict each other.
     """
 
-    sequences: int
-    tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     stripe: int
-    short: int
+    threshold: int
     servers: int = 0
     chain: Chain | Levels | None = None
     evens_out: bool = False
     growing: GrowingGroups | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens < self.sequences:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"an iteration of {self.tokens} tokens cannot feed one of each of {self.sequences} "
-                "sequences: raise --max-num-batched-tokens, or lower --max-num-seqs"
+                f"an iteration of {self.max_num_batched_tokens} tokens cannot feed one of each of "
+                f"{self.max_num_seqs} sequences: raise --max-num-batched-tokens, or lower "
+                "--max-num-seqs"
             )
         if self.growing is not None and (self.chain is not None or self.evens_out):
             raise ValueError(
@@ -57,4 +58,4 @@ def is_long(prompt: int, limits: SchedulerConfig) -> bool:
 
     Chunks of long sequences may drop rows. A sequence stays short however long its answer becomes.
     """
-    return prompt >= limits.short
+    return prompt >= limits.threshold

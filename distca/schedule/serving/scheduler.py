@@ -206,7 +206,7 @@ class Scheduler:
             moves += self._mover.even_out(self._just_computed())
         for each, group in grown(self._running):
             moves += self._mover.even_out([each], group)
-        left, scored = self._limits.tokens, MOST_SCORED
+        left, scored = self._limits.max_num_batched_tokens, MOST_SCORED
         number = 0
         while number < len(self._running) and left:
             each = self._running[number]
@@ -232,7 +232,7 @@ class Scheduler:
                 left -= count
                 number += 1
         while self._waiting and left and not preempted:
-            if len(self._running) == self._limits.sequences:
+            if len(self._running) == self._limits.max_num_seqs:
                 break
             each = self._waiting[0]
             self._look_up(each)
@@ -397,7 +397,7 @@ class Scheduler:
 
     def _long(self) -> list[Request]:
         """Running sequences whose blocks lie on several ranks."""
-        return [each for each in self._running if len(each.tokens) >= self._limits.short]
+        return [each for each in self._running if len(each.tokens) >= self._limits.threshold]
 
     def _just_computed(self) -> Iterator[Request]:
         """Long sequences whose prompts are computed since this was last asked."""
@@ -419,7 +419,7 @@ class Scheduler:
         if missing <= 0:
             return count
         long = self._long()
-        short = [other for other in self._running if len(other.tokens) < self._limits.short]
+        short = [other for other in self._running if len(other.tokens) < self._limits.threshold]
         # One that waits has the blocks that were found of it, maybe all that there are.
         waits = [] if each in self._running else [each]
         moves += self._mover.make_room([*long, *short, *waits], missing)

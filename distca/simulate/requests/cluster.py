@@ -30,8 +30,8 @@ class ServingCluster:
         layers: layers, of which all but the last are sent during computing.
         backends: requests that a decode rank receives at a time.
         block_size: rows of a block.
-        tokens: most tokens that an iteration of the prefill ranks feeds.
-        sequences: most prompts that they compute at a time.
+        max_num_batched_tokens: most tokens that an iteration of the prefill ranks feeds.
+        max_num_seqs: most prompts that they compute at a time.
 
     Raises:
         ValueError: a number is not positive.
@@ -49,8 +49,8 @@ class ServingCluster:
     layers: int = 32
     backends: int = 4
     block_size: int = 128
-    tokens: int = 131_072
-    sequences: int = 256
+    max_num_batched_tokens: int = 131_072
+    max_num_seqs: int = 256
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -71,7 +71,7 @@ def describe_cluster(
     decode_tensor_parallel: int,
     backends: int = 4,
     block_size: int = 128,
-    tokens: int = 131_072,
+    max_num_batched_tokens: int = 131_072,
 ) -> ServingCluster:
     """Derives what ranks hold and how long decoding takes; a prefill rank is one GPU.
 
@@ -109,5 +109,5 @@ def describe_cluster(
         model.layers,
         backends,
         block_size,
-        tokens,
+        max_num_batched_tokens,
     )

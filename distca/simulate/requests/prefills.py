@@ -30,7 +30,9 @@ def make_engine(
     """
     ranks, size = cluster.prefill_ranks, cluster.block_size
     growing = _groups(cluster, strategy, rates)
-    limits = SchedulerConfig(cluster.sequences, cluster.tokens, size, short=0, growing=growing)
+    limits = SchedulerConfig(
+        cluster.max_num_seqs, cluster.max_num_batched_tokens, size, threshold=0, growing=growing
+    )
     costs = FittedCosts(cluster.times, cluster.decode_times, ranks, size)
     return SimulatedEngine(limits, costs, ranks, max(cluster.prefill_tokens // size, 1), size)
 

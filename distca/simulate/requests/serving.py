@@ -193,8 +193,11 @@ class _Simulation:
             self._decoding[rank].virtual += blocks
             self._rank_of[number] = rank
             self._engine.add(number, [0] * request.prompt, 0, request.arrival)
-            starts = range(0, request.prompt, self._cluster.tokens)
-            sizes = [min(self._cluster.tokens, request.prompt - start) for start in starts]
+            starts = range(0, request.prompt, self._cluster.max_num_batched_tokens)
+            sizes = [
+                min(self._cluster.max_num_batched_tokens, request.prompt - start)
+                for start in starts
+            ]
             self._chunks[number] = [*map(_Chunk, sizes)]
             begin = Begin(Transfer(number), len(sizes), 1, blocks)
             self._tell_receiver(rank, begin)
@@ -225,14 +228,14 @@ class _Simulation:
             if end == request.prompt:
                 self._ttft[number] = self._now - request.arrival
             for place, chunk in self._part(number, feed.start, end):
-                if end >= min((place + 1) * self._cluster.tokens, request.prompt):
+                if end >= min((place + 1) * self._cluster.max_num_batched_tokens, request.prompt):
                     chunk.computed = self._now
                     self._tell_sender(Computed(Transfer(number), place, 0))
         self._prefill()
 
     def _part(self, number: int, start: int, end: int) -> Iterator[tuple[int, _Chunk]]:
         """Yields the chunks of the hand-off that have positions of `[start, end)`."""
-        size = self._cluster.tokens
+        size = self._cluster.max_num_batched_tokens
         for place in range(start // size, -(-end // size)):
             yield place, self._chunks[number][place]
 
