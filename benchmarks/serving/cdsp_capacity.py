@@ -4,9 +4,9 @@
 
 Eq. 1 is fitted to the paper's Table 1; the search is timed, and held against all nested groups and
 chunk lengths; and capacity is searched for fixed degrees, greedy, single-chunk and CDSP: 16 prefill
-ranks on two nodes, Poisson arrivals, lengths of the paper's three traces. First as Tetris plans
-prompts, whose groups wait for nobody; then with our engine's scheduler, whose ranks have their
-iterations in common. Writes `cdsp_capacity.md` and `cdsp_capacity.png`, and prints the page.
+ranks on two nodes, Poisson arrivals, lengths of the paper's three traces. Groups wait for nobody,
+as Tetris plans them; `rank_groups.py` has what our engine makes of them. Writes `cdsp_capacity.md`
+and `cdsp_capacity.png`, and prints the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import operator
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,13 +51,10 @@ from distca.simulate.requests import (
     light_load,
     planned_seconds,
     profile_rates,
-    serve,
 )
 
 REQUESTS, SEEDS, PROFILED = 1000, (0, 1, 2), (97, 98, 99)
 CONSTANT: tuple[Growth, ...] = (0.15, 0.25, 0.35, 0.45, (0.15, 4), (0.25, 4), (0.35, 4))
-BLOCK, TOKENS = 1024, 131_072
-"""Tokens of a block, and of an iteration of the engine."""
 LEAST = {"short": 1.40, "medium": 1.20, "long": 1.10}
 """Capacity of CDSP over fixed SP 8 that was expected."""
 
@@ -71,7 +67,6 @@ def main() -> None:
     args = parser.parse_args()
     times = published_model()
     cluster = describe_cluster(times, CLUSTERS["dgx-a100"], MODELS["llama-8b"], 16, 2, 8)
-    cluster = replace(cluster, block_size=BLOCK, tokens=TOKENS)
     found = {
         name: measure(name, cluster, args.requests, args.seeds)
         for name in track(PRESETS, "cdsp_capacity", "traces")
@@ -84,8 +79,7 @@ def main() -> None:
         *fit_section(times),
         *search_section(times),
         *capacity_section(found, len(args.seeds), args.requests),
-        *engine_section(found),
-        *load_section(found),
+        *rates_section(found),
     ]
     args.output.mkdir(parents=True, exist_ok=True)
     pages.write(args.output / "cdsp_capacity.md", "\n".join(page), __file__)
@@ -100,25 +94,20 @@ class Measured:
         limit: seconds within which first tokens are wanted, mean of the seeds.
         wasted: rank-seconds of all prompts on groups of 8, over those on groups of one.
         ideal: requests a second of each seed that no group could exceed.
-        capacities: requests a second of each seed, by strategy, where groups wait for nobody.
-        iterated: requests a second that the engine bears, of the first seed, by strategy.
+        capacities: requests a second of each seed, by strategy.
         constant: likewise of CDSP, by improvement rates and bounds that stay.
         by_mean: likewise of CDSP, by improvement rates of least mean time.
         profiled: improvement rates by load.
-        loaded: percentiles of the engine's times at the capacity that fixed SP 8 has there.
-        curves: 99th percentiles of the first seed by strategy, by requests a second, where groups
-            wait for nobody.
+        curves: 99th percentiles of the first seed by strategy, by requests a second.
     """
 
     def __init__(self) -> None:
         self.limit = self.wasted = 0.0
         self.ideal: list[float] = []
         self.capacities: dict[str, list[float]] = {}
-        self.iterated: dict[str, float] = {}
         self.constant: dict[Growth, list[float]] = {}
         self.by_mean: list[float] = []
         self.profiled: dict[str, ImprovementRates] = {}
-        self.loaded: dict[str, list[float]] = {}
         self.curves: dict[str, dict[float, float]] = {}
 
     def over_fixed(self, capacities: Sequence[float]) -> float:
@@ -144,14 +133,6 @@ def measure(name: str, cluster: ServingCluster, requests: int, seeds: Sequence[i
             rates = found.profiled[strategy] = profile_rates(others, cluster, strategy)
         found.capacities[strategy] = capacities(traces, cluster, strategy, rates)
         at = np.mean(found.capacities["fixed-8"])
-        borne = find_capacity(traces[0], cluster, strategy, rates, precision=0.01)
-        found.iterated[strategy] = borne.per_second
-        load = found.iterated["fixed-8"]
-        served = serve(traces[0].at_rate(load), cluster, strategy, rates)
-        found.loaded[strategy] = [
-            *np.percentile(served.ttft, [50, 99]),
-            *np.percentile(served.per_token, [50, 99]),
-        ]
         found.curves[strategy] = {
             rate: float(
                 np.percentile(
@@ -284,7 +265,7 @@ def capacity_section(found: dict[str, Measured], seeds: int, requests: int) -> I
         f"times the mean of requests that are alone; mean of {seeds} seeds. 16 prefill ranks of "
         "dgx-a100 on two nodes, llama-8b by Table 1, two decode ranks of TP 8. Improvement rates "
         "are profiled on requests of three other seeds. Groups that share no ranks do not wait for "
-        "each other here, as in the paper.",
+        "each other here, as in the paper; [our engine's do](rank_groups.md).",
         "",
     )
     rows = []
@@ -342,47 +323,8 @@ def capacity_section(found: dict[str, Measured], seeds: int, requests: int) -> I
     )
 
 
-def engine_section(found: dict[str, Measured]) -> Iterator[str]:
-    """What our engine bears."""
-    tokens = f"{TOKENS:,}"
+def rates_section(found: dict[str, Measured]) -> Iterator[str]:
     yield from (
-        "## With our engine's scheduler",
-        "",
-        "The same requests, one seed, through `SimulatedEngine`: the scheduler that serves, in "
-        f"iterations of at most {tokens} tokens, {TOKENS // 16:,} of each rank, and blocks of "
-        f"{BLOCK:,}. Iterations are common to all ranks, so each waits for the slowest one.",
-        "",
-    )
-    rows = []
-    for name, of in found.items():
-        mine, planned = of.iterated["cdsp"], np.mean(of.capacities["cdsp"][:1])
-        cells = [f"{each:.2f}" for each in of.iterated.values()]
-        rows.append([name, *cells, f"{mine / of.iterated['fixed-8']:.3f}", f"{mine / planned:.2f}"])
-    last = "CDSP over where groups wait for nobody"
-    yield from table(["trace", *PREFILL_STRATEGIES, "CDSP over fixed-8", last], rows)
-    yield ""
-
-
-def load_section(found: dict[str, Measured]) -> Iterator[str]:
-    yield from (
-        "### At fixed SP 8's capacity there",
-        "",
-        "One seed, through prefill, hand-off and decode. In brackets: over CDSP's.",
-        "",
-    )
-    rows = []
-    for name, of in found.items():
-        mine = of.loaded["cdsp"]
-        for strategy, figures in of.loaded.items():
-            ttft = [f"{x:.2f} ({x / y:.2f})" for x, y in zip(figures[:2], mine[:2], strict=True)]
-            rows.append([name, strategy, *ttft, *(f"{1e3 * x:.2f}" for x in figures[2:])])
-    yield from table(["trace", "strategy", "TTFT P50, s", "P99, s", "ms a token P50", "P99"], rows)
-    yield from (
-        "",
-        "The paper's first tokens take 1.64 to 2.78 times as long at P50 and 1.52 to 3.13 times at "
-        "P99 in its baselines at their best load (LLaMA3-8B), and up to 2.33 to 4.17 and 2.64 to "
-        "3.58 times with single chunks.",
-        "",
         "Improvement rates by load, and the most ranks of a group where there is a bound: "
         + "; ".join(
             f"{name} "

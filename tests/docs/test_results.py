@@ -346,3 +346,10 @@ def test_loads_that_cdsp_bears() -> None:
         row[-2] for row in table(RESULTS / "serving" / "cdsp_capacity.md", "trace | limit, s")
     ]
     assert "simulated, {}, {} and {} times the load".format(*ratios) in INDEX.read_text()
+
+
+def test_loads_that_groups_of_ranks_bear_in_the_engine() -> None:
+    rows = table(RESULTS / "serving" / "rank_groups.md", "trace | fixed-8")
+    ratios = [float(row[4].split()[0]) / float(row[1].split()[0]) for row in rows]
+    said = "CDSP bears {:.2f}, {:.2f} and {:.2f} times the load of fixed SP 8".format(*ratios)
+    assert said in INDEX.read_text()
