@@ -38,6 +38,7 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
+from benchmarks.serving.arrivals import LOADS, draw_arrivals
 from benchmarks.serving.http_servers import (
     VOCABULARY,
     Answered,
@@ -54,30 +55,20 @@ from distca.progress import track
 ALONE, CONNECTED = "vLLM alone", "vLLM with prefill ranks"
 MIN_TOKENS = 1024
 POSITIONS = 16384
+ANSWERS = 8, 32
+"""Fewest and most tokens of an answer."""
 Figures = dict[str, Any]
 
 
 def draw(count: int, long: float, longest: int, rate: float, seed: int) -> list[Asked]:
-    """Draws requests with Poisson arrivals.
-
-    Args:
-        count: number of requests.
-        long: part of them whose prompts are long: as many of each octave from 2,048 tokens on.
-            Prompts of others have 16 to 512 tokens.
-        longest: most tokens of a prompt.
-        rate: requests a second.
-        seed: of the draw.
-    """
+    """Draws requests, with a text for each; see `draw_arrivals`."""
     chance = random.Random(seed)
-    arrival, asked = 0.0, []
-    for _ in range(count):
-        is_long = chance.random() < long
-        least, most = (2048, longest) if is_long else (16, 512)
-        length = round(least * (most / least) ** chance.random())
-        prompt = " ".join(f"w{chance.randrange(VOCABULARY)}" for _ in range(length))
-        asked.append(Asked(arrival, prompt, chance.randint(8, 32)))
-        arrival += chance.expovariate(rate)
-    return asked
+
+    def text(tokens: int) -> str:
+        return " ".join(f"w{chance.randrange(VOCABULARY)}" for _ in range(tokens))
+
+    drawn = draw_arrivals(count, long, longest, rate, chance, ANSWERS)
+    return [Asked(each.seconds, text(each.prompt), each.answer) for each in drawn]
 
 
 def vllm_command(folder: str, address: str | None) -> list[str]:
@@ -270,10 +261,9 @@ def main() -> int:
         parser.error(f"--longest {args.longest}: give at most {POSITIONS - 32}")
     if importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed: launch/setup.sh vllm makes an environment with it")
-    parts = {"Short chats": 0.0, "Long prompts": 1.0, "Mixed": 0.25}
     loads = {
-        name: draw(args.requests, part, args.longest, args.rate, number)
-        for number, (name, part) in enumerate(parts.items())
+        load.name: draw(args.requests, load.long, args.longest, args.rate, number)
+        for number, load in enumerate(LOADS)
     }
     found: dict[str, dict[str, Figures]] = {name: {} for name in loads}
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
