@@ -1,4 +1,4 @@
-"""Progress of a command: a bar on a terminal, elsewhere a line every ten seconds."""
+"""Progress of a command: a bar on a terminal, elsewhere a line after two seconds and every ten."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ Item = TypeVar("Item")
 
 SECONDS_BETWEEN_LINES = 10.0
 """Seconds between two lines about progress, where there is no terminal."""
+_SECONDS_TO_FIRST_LINE = 2.0
 _SECONDS_BETWEEN_BARS = 1.0
 
 
@@ -30,6 +31,7 @@ class Progress:
         self, unit: str = "", total: int | None = None, done: int = 0, scaled: bool = False
     ) -> None:
         self.unit, self.total, self.done, self.scaled = unit, total, done, scaled
+        self._first = done
         self.doing = ""
         self.changed: Callable[[], None] = lambda: None
 
@@ -49,12 +51,15 @@ class Progress:
         Args:
             seconds: time since the command began.
         """
-        parts = [f"{int(seconds) // 60}:{int(seconds) % 60:02d}"]
+        parts = [_clock(seconds)]
         if self.unit:
             of = "" if self.total is None else f" of {self._number(self.total)}"
             parts.append(f"{self._number(self.done)}{of} {self.unit}")
         if self.doing:
             parts.append(self.doing)
+        if self.total is not None and self._first < self.done < self.total and seconds >= 1:
+            left = (self.total - self.done) / (self.done - self._first) * seconds
+            parts.append(f"about {_clock(left)} left")
         return ", ".join(parts)
 
     def _number(self, count: int) -> str:
@@ -63,6 +68,13 @@ class Progress:
                 if count >= size:
                     return f"{count / size:.1f} {name}"
         return f"{count:,}"
+
+
+def _clock(seconds: float) -> str:
+    """Formats hours, if there are any, minutes and seconds."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 @contextlib.contextmanager
@@ -152,18 +164,28 @@ def _lines(shown: Progress, command: str, every: float, out: TextIO) -> Iterator
             out.write(f"{command}: {shown.line(time.monotonic() - begun)}\n")
             out.flush()
 
-    with _repeated(write, every):
+    with _repeated(write, every, min(every, _SECONDS_TO_FIRST_LINE)):
         yield
 
 
 @contextlib.contextmanager
-def _repeated(call: Callable[[], object], every: float) -> Iterator[None]:
-    """Calls a function again and again while the block runs, on a thread of its own."""
+def _repeated(
+    call: Callable[[], object], every: float, first: float | None = None
+) -> Iterator[None]:
+    """Calls a function again and again while the block runs, on a thread of its own.
+
+    Args:
+        call: the function.
+        every: seconds between two calls.
+        first: seconds until the first call; None: `every`.
+    """
     ended = threading.Event()
 
     def repeat() -> None:
-        while not ended.wait(every):
+        seconds = every if first is None else first
+        while not ended.wait(seconds):
             call()
+            seconds = every
 
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
     thread.start()

@@ -22,7 +22,7 @@ def test_a_line_has_the_time_the_count_and_what_is_done() -> None:
     points = Progress("points", 1200, 3)
     points.update()
     points.describe("128 tokens")
-    assert points.line(65.9) == "1:05, 4 of 1,200 points, 128 tokens"
+    assert points.line(65.9) == "1:05, 4 of 1,200 points, 128 tokens, about 21:53:36 left"
     some = Progress("bytes", 2_500_000_000, scaled=True)
     some.update(1_500)
     assert some.line(0) == "0:00, 1.5 k of 2.5 G bytes"
@@ -39,6 +39,14 @@ def test_lines_come_also_while_one_part_takes_long() -> None:
     assert set(lines) == {"distca x: 0:00, 1 of 3 points"}
     time.sleep(0.1)
     assert out.getvalue().splitlines() == lines
+
+
+def test_the_first_line_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown_by, "_SECONDS_TO_FIRST_LINE", 0.05)
+    out = io.StringIO()
+    with progress("distca x", every=100.0, stream=out):
+        time.sleep(0.4)
+    assert out.getvalue() == "distca x: 0:00\n"
 
 
 def test_work_that_is_short_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,4 +108,5 @@ def test_commands_tell_lines_when_piped(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert lines
-    assert all(re.fullmatch(rf"distca {command}: 0:\d\d, {count}", each) for each in lines), lines
+    line = rf"distca {command}: 0:\d\d, {count}(, about \d+:\d\d left)?"
+    assert all(re.fullmatch(line, each) for each in lines), lines

@@ -9,17 +9,16 @@
   the paper's greedy scheduler and against tiles, swept over the same without CP. Plain Megatron,
   its kinds of context parallelism, and WLB-LLM as the paper's authors ran it (`wlb-llm-paper`)
   stand beside them.
-* **table3_any**, **table4_any**: the same jobs with any TP and PP of up to 8.
-* **table3_batches**, **table4_batches**, **today_batches**: the configurations of the stored
-  tables in other batches.
+* **table3_batches**, **table4_batches**: the configurations of the stored tables on other
+  documents: with `--published`, published lengths.
 * **fig3**: per-document CP: share of the all-gather, and of gathered keys in memory.
 * **fig4**: variable-length packing: activation memory it needs, and idle time that is left.
 * **fig6**: DP against CP for WLB-LLM, 64 GPUs, 128K to 512K.
 * **fig11**: signal and single-stream. **fig12**: the tolerance.
 * **appendix**: the bound of Appendix A.
 * **chains**: beyond the paper: micro-batches smaller than a document (`--distca-chain`).
-* **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, experts, windows.
-* **today**: so a job of each kind of today's models, also with chunks and latents.
+* **beyond**: other jobs at any TP and PP of up to 8: two of the paper's, 1M tokens, 70B, experts,
+  attention windows and chunks.
 
 With `--systems`, a table simulates these systems alone, and takes all others from the stored one;
 with `--most-sequences`, so the jobs of few sequences.
@@ -74,7 +73,6 @@ EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {
     **{name: partial(end_to_end, name) for name in GROUPS},
     "table3_batches": partial(over_batches, "table3"),
     "table4_batches": partial(over_batches, "table4"),
-    "today_batches": partial(over_batches, "today"),
     "appendix": appendix,
     "chains": chains,
 }

@@ -1,13 +1,9 @@
-"""A table's jobs in several batches, each system in the configuration that the table found.
+"""A table's jobs on other documents, each system in the configuration that the table found.
 
-    python benchmarks/cluster/paper.py table4_batches --batches 3 --output results/cluster
     python benchmarks/cluster/paper.py table3_batches --published DIR --papers-documents ...
-    python benchmarks/cluster/paper.py today_batches --batches 5 --documents pretrain ...
 
-The search takes most of a table's time, so that Table 4 has one batch. Here no configuration is
-searched: those of the stored `table3.csv`, `table4.csv` or `today.csv` run in other batches, in
-which others may be faster. Of the last two the stored batch is the first one. With published
-lengths these are the paper's jobs on its authors' own documents, and all batches are others.
+The search takes most of a table's time. Here no configuration is searched: those of the stored
+`table3.csv` or `table4.csv` run. On other documents other configurations may be faster.
 """
 
 from __future__ import annotations
@@ -24,11 +20,8 @@ from benchmarks.cluster.report import Options, Report, table
 from benchmarks.cluster.sweep import Case, Runner, Unit
 from benchmarks.cluster.tables import (
     AS_THE_PAPER,
-    EXPERT_PARALLEL,
-    OVER,
     PUBLISHED,
     STORED,
-    WITHOUT_CHOICE,
 )
 from distca.simulate import Candidate
 
@@ -40,13 +33,6 @@ PAIRS = {
     ),
 }
 """Systems that are compared, with the names of their columns in the table."""
-TODAYS_PAIRS = {
-    f"tiles over {title}": ("tiles", system)
-    for system, title in OVER.items()
-    if system in WITHOUT_CHOICE
-}
-ONE_BATCH = ("table4", "today")
-"""Stored tables of one batch."""
 _SIZES = re.compile(
     r"TP(?P<tensor>\d+) PP(?P<stages>\d+) DP(?P<data>\d+)"
     r"(?: CP(?P<context>\d+)(?: \((?P<all_to_all>\d+) by a2a\))?)?"
@@ -83,31 +69,23 @@ def parse(system: str, text: str) -> Candidate | None:
     )
 
 
-def pairs_of(name: str) -> dict[str, tuple[str, ...]]:
-    """Systems of a stored table that are compared."""
-    return TODAYS_PAIRS if name == "today" else PAIRS
-
-
-def units_of(
-    row: dict[str, str], pairs: dict[str, tuple[str, ...]], options: Options, first: int
-) -> Iterator[tuple[str, Unit]]:
-    """What runs of a job from a batch on: the systems of pairs in their stored configurations."""
+def units_of(row: dict[str, str], options: Options) -> Iterator[tuple[str, Unit]]:
+    """What runs of a job: the systems of `PAIRS` in their stored configurations."""
     sizes = row["longest"].removesuffix("K"), row["batch"], row["GPUs"]
     case: Case = options.case(row["model"], row["documents"], *map(int, sizes))
-    case = replace(case, expert_parallel=EXPERT_PARALLEL.get(row["model"], 1))
-    for name in dict.fromkeys(name for pair in pairs.values() for name in pair):
+    for name in dict.fromkeys(name for pair in PAIRS.values() for name in pair):
         candidate = parse(name.removesuffix(AGAIN), row[f"{name} configuration"])
         again = name.endswith(AGAIN)
         if candidate is not None:
             case = replace(case, recompute="mlp" if again else "none")
-            yield name, Unit(case, candidate, seed=first)
+            yield name, Unit(case, candidate, seed=0)
 
 
 def over_batches(name: str, runner: Runner, options: Options) -> Report:
     """Runs the stored configurations of a table in several batches.
 
     Args:
-        name: table3, table4 or today.
+        name: table3 or table4.
         runner: runner of the simulations.
         options: flags of the command.
     """
@@ -117,26 +95,20 @@ def over_batches(name: str, runner: Runner, options: Options) -> Report:
             for row in csv.DictReader(file)
             if row["model"] in options.models and row["documents"] in options.documents
         ]
-    first = 1 if name in ONE_BATCH and not options.published else 0
-    if options.batches <= first:
-        raise ValueError(f"--batches {options.batches}: {name} has one batch, so give at least 2")
-    pairs = pairs_of(name)
     units = {
         (number, name): unit
         for number, row in enumerate(stored)
-        for name, unit in units_of(row, pairs, options, first)
+        for name, unit in units_of(row, options)
     }
-    results = runner.over_batches(units, options.batches - first, f"{name}_batches")
+    results = runner.over_batches(units, options.batches, f"{name}_batches")
     rows: list[dict[str, Any]] = []
     for number, job in enumerate(stored):
         row: dict[str, Any] = {
             name: job[name] for name in ("model", "documents", "longest", "batch", "GPUs")
         }
-        for title, (ours, theirs) in pairs.items():
+        for title, (ours, theirs) in PAIRS.items():
             both = [results.get((number, name)) for name in (ours, theirs)]
             gains = _gains(*both) if all(both) else []
-            if gains and first:
-                gains.insert(0, float(job[f"{ours} tokens/s"]) / float(job[f"{theirs} tokens/s"]))
             row[title] = float(np.mean(gains)) if gains else float("nan")
             row[f"{title}: least"] = min(gains, default=float("nan"))
             row[f"{title}: most"] = max(gains, default=float("nan"))
@@ -147,15 +119,13 @@ def over_batches(name: str, runner: Runner, options: Options) -> Report:
         f"Configurations are those of [{name}]({name}.md), not searched anew: in these batches a "
         "system may have a faster one, above all WLB-LLM, whose bins follow the documents. A batch "
         "in which one of both is out of memory does not count, nor a job whose stored "
-        "configuration is out of memory or is no longer there."
-        + (f" The first batch is that of {name}." if first else ""),
+        "configuration is out of memory or is no longer there.",
         "",
         *table(_summary(name, rows)),
         "",
         *table(rows),
     ]
-    title = name.replace("table", "Table ").replace("today", "Today's models")
-    title += " in several batches"
+    title = f"{name.replace('table', 'Table ')} in several batches"
     return Report(title, rows, text, None)
 
 
@@ -174,7 +144,7 @@ def _summary(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for model, documents in dict.fromkeys((row["model"], row["documents"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["documents"]) == (model, documents)]
         line: dict[str, Any] = {"model": model, "documents": documents}
-        for title in pairs_of(name):
+        for title in PAIRS:
             known = [row for row in mine if row[f"{title}: batches"]]
             means = [row[title] for row in known]
             spread = [row[f"{title}: most"] - row[f"{title}: least"] for row in known]
@@ -182,8 +152,7 @@ def _summary(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             line[f"{title}: batches apart, mean and most"] = (
                 f"{np.mean(spread):.3f}, {max(spread):.3f}" if means else "-"
             )
-        if name != "today":
-            published = PUBLISHED.get((name, documents))
-            line["paper"] = published or PUBLISHED[name, model, documents]  # type: ignore[index]
+        published = PUBLISHED.get((name, documents))
+        line["paper"] = published or PUBLISHED[name, model, documents]  # type: ignore[index]
         lines.append(line)
     return lines

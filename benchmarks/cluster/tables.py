@@ -39,7 +39,9 @@ TABLE_4 = {
     ("llama-34b", 384): [(8, 128), (8, 256), (16, 512)],
 }
 BEYOND = {
+    ("llama-8b", 128): [(16, 128)],
     ("llama-8b", 1024): [(1, 64), (4, 256)],
+    ("llama-34b", 256): [(8, 256)],
     ("llama-70b", 128): [(32, 256)],
     ("llama-70b", 512): [(8, 256)],
     ("qwen3-30b-a3b", 128): [(16, 64)],
@@ -47,23 +49,15 @@ BEYOND = {
     ("qwen3-235b-a22b", 128): [(32, 256)],
     ("gemma3-27b-like", 128): [(16, 128)],
     ("gpt-oss-120b-like", 128): [(16, 128)],
-}
-"""Jobs that the paper has not: a million tokens, larger models, experts, windows on some layers."""
-TODAY = {
-    ("qwen3-30b-a3b", 128): [(16, 64)],
-    ("qwen3-235b-a22b", 128): [(32, 256)],
-    ("gemma3-27b-like", 128): [(16, 128)],
-    ("gpt-oss-120b-like", 128): [(16, 128)],
     ("llama4-scout-like", 128): [(16, 128)],
-    ("deepseek-v3-like", 128): [(64, 512)],
 }
-"""A job of each kind of today's models: experts, windows or chunks on some layers, latents."""
+"""Two of the paper's jobs of Table 3 at any TP and PP, and jobs that the paper does not have: a
+million tokens, larger models, experts, windows or chunks on some layers."""
 EXPERT_PARALLEL = {
     "qwen3-30b-a3b": 8,
     "qwen3-235b-a22b": 32,
     "gpt-oss-120b-like": 32,
     "llama4-scout-like": 16,
-    "deepseek-v3-like": 64,
 }
 """GPUs that share each layer's experts, by model."""
 PUBLISHED = {
@@ -129,24 +123,12 @@ GROUPS = {
     "table4": Group(
         "4D parallelism (Table 4, Figure 10)", "table4", TABLE_4, (8,), (2, 4, 8), _ALL, True
     ),
-    "table3_any": Group(
-        "Jobs of Table 3 at any TP and PP",
-        *("table3", TABLE_3, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
-    ),
-    "table4_any": Group(
-        "Jobs of Table 4 at any TP and PP",
-        *("table4", TABLE_4, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
-    ),
     "beyond": Group(
-        "A million tokens, 70B, experts, and windows, at any TP and PP",
+        "Beyond the paper, at any TP and PP",
         *("", BEYOND, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
     ),
-    "today": Group(
-        "Today's models, at any TP and PP",
-        *("", TODAY, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
-    ),
 }
-"""The tables at the paper's sizes and at any, and jobs beyond the paper."""
+"""The tables at the paper's sizes, and jobs beyond the paper at any."""
 
 
 def end_to_end(name: str, runner: Runner, options: Options) -> Report:

@@ -9,7 +9,8 @@ Times are the clients'. CPU seconds are those of all processes of the engine, an
 ranks.
 
 Then short chats alone go to vLLM without and with the connector, in turn: what the connector costs
-requests that it does not take. The ranks are connected meanwhile.
+requests that it does not take. The ranks are connected meanwhile. All requests of a round arrive at
+once, because an engine that waits for requests polls: its CPU seconds would be those of the wait.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
@@ -199,17 +201,32 @@ def load_rows(found: dict[str, Figures]) -> list[list[str]]:
 
 
 def short_cost(folder: str, ranks: int, rounds: int, count: int) -> dict[str, list[float]]:
-    """CPU seconds of short chats, on vLLM without and with the connector, in turn."""
+    """CPU seconds of short chats, on vLLM without and with the connector, in turn.
+
+    Both answer the same requests in a round.
+    """
     spent: dict[str, list[float]] = {ALONE: [], CONNECTED: []}
     with system(ALONE, folder, ranks) as alone, system(CONNECTED, folder, ranks) as connected:
         both = {ALONE: alone[0], CONNECTED: connected[0]}
         for number in range(rounds + 1):
             turn = list(both.items())
             for name, server in turn if number % 2 else turn[::-1]:
-                load = draw(count, 0.0, MIN_TOKENS, 20.0, 100 + number)
+                load = draw(count, 0.0, MIN_TOKENS, math.inf, 100 + number)
                 spent[name].append(answer(server, [], load)["cpu"])
     # The first round warms up.
     return {name: each[1:] for name, each in spent.items()}
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """The 95% confidence interval of the median: order statistics of the binomial distribution."""
+    count = len(ratios)
+    below = next(k for k in range(count) if _binomial(count, k) > 0.025)
+    return sorted(ratios)[below], sorted(ratios)[count - 1 - below]
+
+
+def _binomial(count: int, most: int) -> float:
+    """The probability of at most so many heads in `count` throws of a coin."""
+    return sum(math.comb(count, k) for k in range(most + 1)) / 2**count
 
 
 def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], args: Any) -> str:
@@ -236,10 +253,11 @@ def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], ar
         parts += [f"## {load}", pages.table(head, load_rows(systems))]
     parts += [
         "## What the connector costs short requests",
-        f"CPU seconds of vLLM's processes for {args.short_requests} short requests, in turn "
-        f"without and with the connector, {args.rounds} rounds: medians {medians[ALONE]:.2f} and "
-        f"{medians[CONNECTED]:.2f}; ratio of each round {statistics.median(ratios):.3f} in the "
-        f"median, {min(ratios):.3f} to {max(ratios):.3f}.",
+        f"CPU seconds of vLLM's processes for {args.short_requests} short requests that arrive at "
+        f"once, in turn without and with the connector, {args.rounds} rounds: medians "
+        f"{medians[ALONE]:.2f} and {medians[CONNECTED]:.2f}; ratio of each round "
+        f"{statistics.median(ratios):.3f} in the median (95% confidence interval "
+        "{:.3f} to {:.3f}), {:.3f} to {:.3f}.".format(*interval(ratios), min(ratios), max(ratios)),
     ]
     return "\n\n".join(parts)
 
@@ -253,7 +271,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5, help="of short requests in turn")
+    parser.add_argument("--rounds", type=int, default=21, help="of short requests in turn")
     parser.add_argument("--short-requests", type=int, default=100, help="of each of these rounds")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     args = parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -68,6 +69,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the command with a line on standard error."""
+        if short := re.search(r"invalid int value: '(\d+)[kK]'", message):
+            # "128k" may mean 128,000, too.
+            message += f": write the number out, such as {int(short[1]) * 1024}"
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
 
 

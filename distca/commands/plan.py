@@ -39,6 +39,7 @@ from distca.plan import (
     validate_plan,
 )
 from distca.plan.span import Int64s
+from distca.progress import progress
 from distca.schedule import (
     BALANCING,
     COMPARED,
@@ -439,14 +440,19 @@ def _compare(
     placed = place_in_turn(lengths, capacities)
     # Plain data parallelism cuts documents where a rank's tokens end.
     documents = {PLAIN: placed.end - placed.start}
-    for name in (PLAIN, *COMPARED):
-        try:
-            scheduler = "packed" if name == PLAIN else name
-            planned = documents.get(name, lengths)
-            plan, seconds = _timed_plan(args, scheduler, model, config, planned, capacities)
-            rows[name] = {**asdict(describe(plan, config)), **seconds}
-        except (ValueError, ImportError) as error:
-            rows[name] = {"error": str(error)}
+    names = (PLAIN, *COMPARED)
+    with progress("distca plan", "schedulers", len(names)) as shown:
+        for name in names:
+            # The first plan of hybrid-cp imports megatron-core, which takes seconds.
+            shown.describe(name)
+            try:
+                scheduler = "packed" if name == PLAIN else name
+                planned = documents.get(name, lengths)
+                plan, seconds = _timed_plan(args, scheduler, model, config, planned, capacities)
+                rows[name] = {**asdict(describe(plan, config)), **seconds}
+            except (ValueError, ImportError) as error:
+                rows[name] = {"error": str(error)}
+            shown.update()
     if args.json:
         _write(json.dumps(rows, indent=1))
         return

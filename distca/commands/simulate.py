@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -49,6 +50,7 @@ from distca.simulate import (
 )
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
+from distca.simulate.space import divisions
 from distca.simulate.speed_up import enough_batches
 from distca.simulate.trials import Trials
 
@@ -252,6 +254,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
         args.expert_model_parallel_size,
         args.latent_rows,
     )
+    _check_divides(args, workload)
     batches = _batches(args)
     choices = _advise(args, workload, batches)
     # Before the files, so that it is not lost where one of these cannot be written.
@@ -326,13 +329,30 @@ def _advise(
             tolerances,
             trials,
         )
-    if not any(choice.tried for choice in choices):
-        raise ValueError(
-            f"no valid layout divides {workload.gpus} GPUs, {workload.model.layers} layers, "
-            f"{workload.model.kv_heads} key-value heads and {workload.sequences} sequences: "
-            "give other sizes of tensor or pipeline parallelism, another --gpus or another batch"
-        )
     return choices
+
+
+def _check_divides(args: argparse.Namespace, workload: Workload) -> None:
+    """Refuses sizes that no layout of any system divides, before iterations are simulated."""
+    sizes = args.tensor_model_parallel_sizes, args.pipeline_model_parallel_sizes
+
+    def divides(gpus: int) -> bool:
+        other = replace(workload, gpus=gpus)
+        return any(divisions(system, other, *sizes) for system in args.systems)
+
+    if divides(workload.gpus):
+        return
+    more = (gpus for gpus in range(workload.gpus + 1, 2 * workload.gpus + 1) if divides(gpus))
+    fewer = (gpus for gpus in range(workload.gpus - 1, 0, -1) if divides(gpus))
+    near = [str(gpus) for gpus in (next(fewer, None), next(more, None)) if gpus is not None]
+    raise ValueError(
+        f"no layout divides {workload.gpus} GPUs: ranks must share {workload.sequences} sequences "
+        f"of {workload.context} tokens evenly, tensor-parallel ranks "
+        f"{workload.model.kv_heads} key-value heads, and pipeline stages "
+        f"{workload.model.layers} layers. "
+        + (f"Give --gpus {' or '.join(near)}, or other" if near else "Give other")
+        + " --sequences, --tensor-model-parallel-sizes or --pipeline-model-parallel-sizes"
+    )
 
 
 def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequence[Choice]) -> None:

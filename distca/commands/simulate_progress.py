@@ -14,14 +14,15 @@ from distca.simulate.trials import Told
 def simulating(systems: int) -> Iterator[Told]:
     """Yields what shows each iteration, and how many systems have begun.
 
-    How long the rest takes nobody can say: it depends on how many configurations are out of memory,
-    or clearly slower than others.
+    How long the rest takes is not known: it depends on how many configurations are out of memory,
+    or clearly slower than others. So the first line says how long most jobs take.
 
     Args:
         systems: number of systems to compare.
     """
     begun: list[str] = []
-    with progress("distca simulate", "iterations") as shown:
+    usual = "most jobs take one to three minutes of CPU time"
+    with progress("distca simulate", "iterations", doing=usual) as shown:
 
         def told(candidate: Candidate) -> None:
             if candidate.system not in begun:

@@ -26,6 +26,10 @@ RANGES = (
     "DistCA over it: the speed over these batches, and the 95% confidence interval of the mean "
     "over many\nbatches. An interval that includes 1 means no clear difference."
 )
+RATES = (
+    "Assumed rates: core attention {attention:g} TFLOP/s forward, linear layers {mfu:.0%} of "
+    "{peak:g} TFLOP/s\n(--attention-tflops, --linear-mfu)."
+)
 RING = " The ring is --cp-comm-type p2p, Megatron's default."
 UNCHARGED = (
     "Nothing is charged (--baseline-ideal): all links and memories reach their data sheets' speeds."
@@ -94,6 +98,11 @@ def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) 
             *([RANGES] if batches > 1 and verdict.distca is not None else []),
             f"A GPU has {cluster.memory_gb:g} GB ({cluster.memory_gb * 1e9 / 2**30:.0f} GiB), of "
             f"which training may fill {cluster.usable_bytes / 1e9:g} GB.",
+            RATES.format(
+                attention=cluster.attention_tflops,
+                mfu=cluster.linear_mfu,
+                peak=cluster.peak_tflops,
+            ),
             charged_line(charges) + RING * charges.baseline_copies,
         ]
     )

@@ -22,6 +22,7 @@ import numpy as np
 from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
 from distca.schedule import document_loads
+from distca.schedule.training.planned_batch import Documents
 from distca.simulate.baselines import BASELINES
 from distca.simulate.bins import GATHERED, VARIABLE, BaselineLayout, Bins, keeps
 from distca.simulate.costs import ModelCosts
@@ -75,6 +76,7 @@ class Bounds:
         self._of_sequence = np.bincount(number, self._pairs, minlength=len(sequences))
         self._found: dict[Candidate, float] = {}
         self._iterations: dict[Candidate, Outcome] = {}
+        self._micro_batches: dict[Candidate, Outcome] = {}
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns seconds that an iteration of the batch takes at least."""
@@ -159,10 +161,13 @@ class Bounds:
 
     def least_memory(self, candidate: Candidate) -> float:
         """Returns bytes that a GPU needs at least with server pools, which `space.least_memory`
-        does not know; 0.0 where that is not known here either."""
-        outcome = self._few_pools(candidate)
-        if outcome is None:
+        does not know; 0.0 where that is not known here either.
+
+        Only the largest micro-batch is simulated, unless an iteration was: memory depends on it.
+        """
+        if not self.has_many_pools(candidate):
             return 0.0
+        outcome = self._iterations.get(candidate) or self._largest_micro_batch(candidate)
         costs = self._workload.costs(candidate.tensor)
         ranks = outcome.gpus // candidate.tensor
         # Among all replicas each has less of the optimizer's state than among few.
@@ -181,11 +186,9 @@ class Bounds:
         """
         if not self.has_many_pools(candidate):
             return None
-        size, number = candidate.pool_size or 1, _few(candidate)
         if candidate not in self._iterations:
             costs = self._workload.costs_of(candidate)
-            incoming = incoming_of(candidate, self._workload, self._sequences)
-            parts = planner_of(candidate, self._workload).assign(incoming)
+            parts = self._pools(candidate)
             of_token = float(costs.passes @ costs.layer_seconds())
             both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
             work = []
@@ -197,14 +200,36 @@ class Bounds:
             # Memory depends on the largest micro-batch.
             fullest = int(np.max(tokens, axis=0).argmax())
             order = np.argsort(-np.array(work), kind="stable").tolist()
-            chosen = list(dict.fromkeys([fullest, *order]))[:number]
-            few = planner_of(replace(candidate, data=number * size), self._workload)
-            self._iterations[candidate] = simulate_ticks(
-                few.plan_assigned([[of_pools[each] for each in chosen] for of_pools in parts]),
-                costs,
-                backward="keep" if candidate.keeps_inputs else "resend",
-            )
+            chosen = list(dict.fromkeys([fullest, *order]))[: _few(candidate)]
+            some = [[of_pools[each] for each in chosen] for of_pools in parts]
+            self._iterations[candidate] = self._simulate(candidate, some)
         return self._iterations[candidate]
+
+    def _largest_micro_batch(self, candidate: Candidate) -> Outcome:
+        """Simulates the micro-batch with most tokens of a server pool, beside other pools'."""
+        if candidate not in self._micro_batches:
+            parts = self._pools(candidate)
+            tokens = np.array([[each.lengths.sum() for each in of_pools] for of_pools in parts])
+            largest = int(tokens.max(axis=1).argmax())
+            fullest = np.argsort(-tokens[largest], kind="stable")[: _few(candidate)]
+            some = [[parts[largest][each] for each in fullest]]
+            self._micro_batches[candidate] = self._simulate(candidate, some)
+        return self._micro_batches[candidate]
+
+    def _pools(self, candidate: Candidate) -> list[list[Documents]]:
+        """Returns the documents of each micro-batch and server pool."""
+        incoming = incoming_of(candidate, self._workload, self._sequences)
+        return planner_of(candidate, self._workload).assign(incoming)
+
+    def _simulate(self, candidate: Candidate, parts: list[list[Documents]]) -> Outcome:
+        """Simulates an iteration of some micro-batches of some server pools."""
+        size = candidate.pool_size or 1
+        few = replace(candidate, data=len(parts[0]) * size, micro_batches=len(parts))
+        return simulate_ticks(
+            planner_of(few, self._workload).plan_assigned(parts),
+            self._workload.costs_of(candidate),
+            backward="keep" if candidate.keeps_inputs else "resend",
+        )
 
     def _with_plans(self, candidate: Candidate, costs: ModelCosts) -> float:
         """Bound of DistCA: all ranks share all work, and linear layers run tick after tick."""

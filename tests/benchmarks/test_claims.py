@@ -47,26 +47,14 @@ def test_stored_configurations_are_read(candidate: Candidate) -> None:
     assert spread.parse(candidate.system, str(candidate)) == candidate
 
 
-def test_what_is_no_configuration_runs_not() -> None:
-    # An equal job with experts, whose GPUs share them, is not one without.
-    (row,) = [r for r in claims.read("today") if r["model"] == "qwen3-30b-a3b"]
-    options = Options(2, 1, "", (row["model"],), ("pretrain",))
-    units = dict(spread.units_of(row, spread.pairs_of("today"), options, 1))
-    assert set(units) == {
-        "tiles",
-        "per-document-cp",
-        "cp-p2p",
-        "cp-a2a+p2p",
-        "hybrid-cp",
-        "wlb-llm",
-    }
-    assert {unit.case.expert_parallel for unit in units.values()} == {8}
-    assert {unit.seed for unit in units.values()} == {1}
+def test_what_is_no_configuration_does_not_run() -> None:
+    row = {**claims.read("table3")[0], "tiles configuration": "out of memory"}
+    units = dict(spread.units_of(row, Options(2, 1, "", (row["model"],), ("pretrain",))))
+    assert set(units) == {"wlb-llm", f"greedy{spread.AGAIN}", f"wlb-llm-paper{spread.AGAIN}"}
+    recomputed = {name: unit.case.recompute for name, unit in units.items()}
+    assert recomputed == {name: "mlp" if name.endswith(spread.AGAIN) else "none" for name in units}
     sizes = "TP8 PP1 DP8, 1 micro-batch(es)"
     for more in (", 2 head groups", ", buffers of 252 MB"):
         assert spread.parse("tiles", sizes) is not None
         assert spread.parse("tiles", sizes + more) is None
     assert spread.parse("tiles", "out of memory") is None
-    options = Options(1, 1, "", ("llama-8b",), ("pretrain",))
-    with pytest.raises(ValueError, match="give at least 2"):
-        spread.over_batches("table4", None, options)  # type: ignore[arg-type]

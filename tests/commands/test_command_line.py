@@ -62,6 +62,7 @@ def test_a_reader_that_goes_early_ends_a_command_quietly(arguments: list[str]) -
         (["plan", "decod"], "distca plan: no form 'decod' (is decode meant?): choose from prefill"),
         (["simulate", "prefil"], "distca simulate: no form 'prefil' (is prefill meant?)"),
         (["tune", "partition", "m"], "distca tune: no form 'partition' (is partitions meant?)"),
+        (["plan", "--servers", "1k"], "value: '1k': write the number out, such as 1024"),
         (["plan"], "--lengths --distribution --load is required"),
         *(([name, "--hlep"], f"distca {name}: no flag --hlep: is --help ") for name in COMMANDS),
     ],

@@ -169,12 +169,12 @@ def test_the_table_is_not_lost_where_a_file_cannot_be_written(
 
 
 def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _advise = simulate_command._advise
     mine = ["--lengths", lengths_file, *SMALL]
     for more, message in (
         (["--cluster", "dgx-1"], "no cluster 'dgx-1'"),
         (["--model", "gpt-2"], "no model 'gpt-2'"),
-        (["--gpus", "7"], "no valid layout divides 7 GPUs"),
+        (["--gpus", "7"], "no layout divides 7 GPUs: ranks must share"),
+        (["--gpus", "7"], "layers. Give --gpus 4 or 8, or other --sequences"),
         (["--batches", "0"], "--batches 0 must be at least 1"),
         (["--tolerance", "1"], "--tolerance 1.0 is out of range"),
         (["--network-gb-per-s", "-1"], "--network-gb-per-s -1.0 must be positive"),
@@ -209,7 +209,7 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
     ):
         with monkeypatch.context() as patch:
             # Before any work.
-            patch.setattr(simulate_command, "_advise", None if "--gpus" not in more else _advise)
+            patch.setattr(simulate_command, "_advise", None)
             assert message in command.refused(*mine, *more)
     given = [
         *("--distribution", "nothing", "--context", "8", "--sequences", "1", "--gpus", "1"),

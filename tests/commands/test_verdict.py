@@ -142,6 +142,8 @@ def test_the_table_explains_itself() -> None:
     assert "1.0" not in lines[3].split("0.0%")[-1]
     assert "A GPU has 85 GB (79 GiB), of which training may fill 81 GB." in lines
     assert "2 batch(es); simulated" in lines[0]
+    rates = "core attention 340 TFLOP/s forward, linear layers 50% of 990 TFLOP/s"
+    assert f"Assumed rates: {rates}" in lines
 
 
 def test_one_is_no_plural() -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.cluster.tables import speed_up
 from distca.simulate.speed_up import SIMULATORS_ERROR
 
 ROOT = Path(__file__).parents[2]
@@ -252,28 +253,28 @@ def test_simulated_gains() -> None:
     """Over each baseline, and in the paper's way."""
     pages = {
         "Table 3, TP 8, PP 1": "table3",
-        "Table 3, any TP and PP": "table3_any",
         "Table 4, TP 8, PP 2 to 8": "table4",
-        "Table 4, any TP and PP": "table4_any",
     }
     found = table(INDEX, "jobs | documents")
     expected = []
     for title, documents, *_ in found:
         rows = [r for r in simulated(pages[title]) if r["documents"] == documents.lower()]
-        over = ("per-document-cp", "hybrid-cp", "wlb-llm")
+        over = ("per-document-cp", "cp-p2p", "cp-a2a+p2p", "hybrid-cp", "wlb-llm")
         paper = gain("greedy, MLPs again", "wlb-llm-paper, MLPs again", rows)
         expected.append([title, documents, *(gain("tiles", other, rows) for other in over), paper])
-    compare([row[:6] for row in found], expected)
+    compare([row[:8] for row in found], expected)
 
 
 def test_simulated_gains_beyond_the_paper() -> None:
     models = {
         "8B": "llama-8b",
+        "34B": "llama-34b",
         "70B": "llama-70b",
         "Qwen3 30B": "qwen3-30b-a3b",
         "Qwen3 235B": "qwen3-235b-a22b",
         "like Gemma": "gemma3-27b-like",
         "like GPT-OSS": "gpt-oss-120b-like",
+        "like Llama 4": "llama4-scout-like",
     }
     rows = simulated("beyond")
     found = table(INDEX, "jobs | per-document CP")
@@ -281,29 +282,43 @@ def test_simulated_gains_beyond_the_paper() -> None:
     for cells, (title, model) in zip(found, models.items(), strict=True):
         assert cells[0].startswith(title)
         of_model = [row for row in rows if row["model"] == model]
-        over = ("per-document-cp", "cp-p2p", "hybrid-cp", "wlb-llm")
+        over = ("per-document-cp", "cp-p2p", "cp-a2a+p2p", "hybrid-cp", "wlb-llm")
         gains = [gain("tiles", other, of_model) for other in over]
         # Megatron-LM has rings and hybrid CP for layers that see all, hybrid CP for some jobs.
         why = "no windows" if gains[1] == "-" else "refused"
         expected.append([cells[0], *(each.replace("-", why) for each in gains)])
     compare(found, expected)
-    longest = [row for row in rows if row["model"] == "llama-8b"]
-    assert f"at a million tokens: {gain('tiles', 'cp-a2a+p2p', longest)} times" in INDEX.read_text()
 
 
 def test_todays_models() -> None:
-    """Means and ranges over batches, in the order of the table's rows."""
-    expected = []
-    for row in simulated("today_batches"):
-        cells = [f"{row['batch']}, {row['GPUs']}"]
-        for other in ("per-document CP", "ring CP", "a2a+p2p CP", "hybrid CP", "WLB-LLM"):
-            name = f"tiles over {other}"
-            span = [float(row[each]) for each in (name, f"{name}: least", f"{name}: most")]
-            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*span) if span[0] == span[0] else "-")
-        expected.append(cells)
+    """Ratios with their ranges, of jobs with documents like Pretrain."""
+    names = {
+        "Qwen3 30B": "qwen3-30b-a3b",
+        "Qwen3 235B": "qwen3-235b-a22b",
+        "like Gemma": "gemma3-27b-like",
+        "like GPT-OSS": "gpt-oss-120b-like",
+        "like Llama 4": "llama4-scout-like",
+    }
     found = table(ROOT / "docs" / "when_it_helps.md", "model | batch, GPUs | over per-doc")
+    expected = []
+    for (title, *_), (start, model) in zip(found, names.items(), strict=True):
+        assert title.startswith(start)
+        row = next(
+            row
+            for row in simulated("beyond")
+            if (row["model"], row["documents"], row["longest"]) == (model, "pretrain", "128K")
+        )
+        gains = (
+            speed_up(row, "tiles", other)
+            for other in ("per-document-cp", "cp-p2p", "cp-a2a+p2p", "hybrid-cp", "wlb-llm")
+        )
+        cells = [
+            "-" if gain is None else f"{gain.mean:.2f} ({gain.low:.2f} to {gain.high:.2f})"
+            for gain in gains
+        ]
+        expected.append([title, f"{row['batch']}, {row['GPUs']}", *cells])
     reasons = {"no windows", "no chunks", "refused"}
-    compare([["-" if cell in reasons else cell for cell in row[1:]] for row in found], expected)
+    compare([["-" if cell in reasons else cell for cell in row] for row in found], expected)
 
 
 def test_figures_in_sentences() -> None:
