@@ -159,25 +159,38 @@ value_of() {
     echo "$value"
 }
 
-# Megatron's flags for the sizes of distca/cost/model_sizes.py, as Llama 3 has the rest.
-# Sets `model_flags`.
+# Megatron's flags for the dense models of distca/cost/model_sizes.py. Sets `model_flags`, and `small`
+# to true if GPUs of 80 GB hold the model without recomputation.
 choose_model() {
-    local layers hidden ffn heads groups
+    local layers hidden ffn heads groups channels=128 rotary=500000 more=(--untie-embeddings-and-output-weights)
+    small=false
     case $model in
-        llama-8b) read -r layers hidden ffn heads groups <<<"32 4096 14336 32 8" ;;
+        llama-8b | llama-3.1-8b) read -r layers hidden ffn heads groups <<<"32 4096 14336 32 8" ;;
         llama-34b) read -r layers hidden ffn heads groups <<<"48 8192 22016 64 16" ;;
-        llama-70b) read -r layers hidden ffn heads groups <<<"80 8192 28672 64 8" ;;
-        *) die "no --model $model: give llama-8b, llama-34b or llama-70b (flags of your own may follow)" ;;
+        llama-70b | llama-3.1-70b) read -r layers hidden ffn heads groups <<<"80 8192 28672 64 8" ;;
+        # Their output layer shares the embedding's weights.
+        llama-3.2-1b) read -r layers hidden ffn heads groups <<<"16 2048 8192 32 8" && channels=64 more=() ;;
+        llama-3.2-3b) read -r layers hidden ffn heads groups <<<"28 3072 8192 24 8" && more=() ;;
+        qwen3-8b) read -r layers hidden ffn heads groups <<<"36 4096 12288 32 8" ;;
+        qwen3-32b) read -r layers hidden ffn heads groups <<<"64 5120 25600 64 8" ;;
+        *) die "no --model $model: give llama-8b, llama-34b, llama-70b, llama-3.1-8b, llama-3.1-70b," \
+            "llama-3.2-1b, llama-3.2-3b, qwen3-8b or qwen3-32b. For others, also with experts, give" \
+            "Megatron's flags of the sizes after any of these: they win" ;;
     esac
+    case $model in
+        qwen3-*) rotary=1000000 more+=(--qk-layernorm --norm-epsilon 1e-6) ;;
+    esac
+    case $model in *-1b | *-3b | *-8b) small=true ;; esac
     model_flags=(
         --num-layers "$layers" --hidden-size "$hidden" --ffn-hidden-size "$ffn"
         --num-attention-heads "$heads" --group-query-attention --num-query-groups "$groups"
+        --kv-channels "$channels"
         --normalization RMSNorm --swiglu --disable-bias-linear
-        --position-embedding-type rope --rotary-base 500000
-        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --position-embedding-type rope --rotary-base "$rotary"
+        "${more[@]}" --attention-dropout 0 --hidden-dropout 0
     )
     # So that GPUs of 80 GB hold the larger ones.
-    [ "$model" = llama-8b ] || model_flags+=(
+    $small || model_flags+=(
         --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     )
 }

@@ -18,7 +18,8 @@ else
     launch/setup.sh
 fi
 # Megatron warns of each GPU package that a machine without a GPU does not have.
-export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+# What it prints goes through a pipe, line by line.
+export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1
 # The demo is float32, so that its losses compare from machine to machine; on GPUs --distca needs
 # bf16, and four processes as many GPUs.
 export CUDA_VISIBLE_DEVICES=
@@ -42,8 +43,13 @@ flags=(
 )
 
 launcher=(.venv/bin/python -m megatron_patches.launch --nproc-per-node 4)
+# Megatron prints all of its arguments, some 850 lines.
+without_arguments() {
+    sed -u '/^-* arguments -*$/,/^-* end of arguments -*$/d'
+}
 "${start[@]}" "${launcher[@]}" pretrain_gpt.py --distca "${flags[@]}" \
-    --eval-iters 2 --save demo/checkpoints --tensorboard-dir demo/tensorboard/distca "${more[@]}"
+    --eval-iters 2 --save demo/checkpoints --tensorboard-dir demo/tensorboard/distca "${more[@]}" |
+    without_arguments
 
 # Without --distca the same command is plain Megatron. These flags win over those passed on.
 plain=(

@@ -3,6 +3,7 @@
 #
 #     launch/local.sh --data-path corpus --tokenizer-model llama/ --save checkpoints
 #
+# --model NAME     llama-8b (default), llama-3.1-8b, llama-3.2-1b, llama-3.2-3b or qwen3-8b
 # --processes N    how many to start; default: one for each GPU, or for each core without any
 # --python FILE    the interpreter; default: .venv/bin/python
 # --port PORT      where the processes meet; default: a free one
@@ -17,7 +18,7 @@ source launch/common.sh
 parse_launcher_options "model python processes port" "$@"
 check_flags pretrain_gpt.py
 choose_model
-[ "$model" = llama-8b ] || die "one machine holds llama-8b: launch/slurm is for larger models"
+$small || die "one machine does not hold $model: launch/slurm is for larger models"
 gpus=0
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^ *[0-9GM]') || true

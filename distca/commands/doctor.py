@@ -27,6 +27,7 @@ from distca.transport.compiled_cuda import (
     nvrtc_version,
     nvshmem_version,
 )
+from distca.wording import install
 
 _INFERENCE = ("transformers", "tokenizers", "safetensors", "msgspec", "pyzmq")
 """Packages without which `distca generate` or `distca prefill` cannot start."""
@@ -115,9 +116,9 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
         yield _package("transformer-engine", "pip install 'transformer-engine[pytorch]'")
     else:
         yield Finding("attention kernel, transformer-engine", "ok", "not needed without a GPU")
-    yield _group("to generate and to prefill", _INFERENCE, "pip install 'distca[inference]'")
+    yield _group("to generate and to prefill", _INFERENCE, install("inference"))
     yield _package("tokenizers", "pip install tokenizers, for `distca prepare`")
-    yield _package("matplotlib", "pip install 'distca[plot]', for --plot")
+    yield _package("matplotlib", f"{install('plot')}, for --plot")
     yield _compiler()
     yield _cache()
     yield _shared_memory()
@@ -150,13 +151,13 @@ def _group(name: str, packages: Sequence[str], cure: str) -> Finding:
 
 def _megatron() -> Iterator[Finding]:
     """Looks for megatron-core, and for the training loop that its newer wheels hold."""
-    install = "pip install 'distca[megatron]' to train; planning does not need it"
+    cure = f"{install('megatron')} to train; planning does not need it"
     version = _version("megatron-core")
     if version is None:
-        yield Finding("megatron-core", "missing", "not installed", install)
+        yield Finding("megatron-core", "missing", "not installed", cure)
         return
     if _numbers(version, 3) < MEGATRONS[0]:
-        yield Finding("megatron-core", "problem", f"{version} is too old", install)
+        yield Finding("megatron-core", "problem", f"{version} is too old", cure)
     else:
         yield Finding("megatron-core", "ok", version, _untried(version, MEGATRONS))
     if importlib.util.find_spec("megatron.training") is not None:
@@ -253,10 +254,10 @@ def _shared_memory() -> Finding:
 def _device_transport() -> Iterator[Finding]:
     """Looks for what `--distca-transport nvshmem` needs."""
     major = (torch.version.cuda or "13").split(".")[0]
-    install = f"pip install 'distca[nvshmem-cu{major}]' for --distca-transport nvshmem"
+    cure = f"{install(f'nvshmem-cu{major}')} for --distca-transport nvshmem"
     version, library = nvshmem_version(), find_nvshmem()
     if version is None or library is None:
-        yield Finding("NVSHMEM", "missing", "not installed", install)
+        yield Finding("NVSHMEM", "missing", "not installed", cure)
     else:
         yield Finding("NVSHMEM", "ok", f"{version} in {library}")
         yield _transfers_between_machines(version)
@@ -266,15 +267,15 @@ def _device_transport() -> Iterator[Finding]:
         yield Finding("nvshmem4py", "ok", python)
     elif other is not None and torch.version.cuda is not None:
         yield Finding(
-            "nvshmem4py", "problem", f"is not for torch's CUDA {torch.version.cuda}", install
+            "nvshmem4py", "problem", f"is not for torch's CUDA {torch.version.cuda}", cure
         )
     else:
-        yield Finding("nvshmem4py", "missing", "not installed", install)
+        yield Finding("nvshmem4py", "missing", "not installed", cure)
     nvrtc, nvcc = nvrtc_version(), find_nvcc()
     if nvrtc is not None:
         yield Finding("NVRTC", "ok", nvrtc)
     else:
-        yield Finding("NVRTC", "missing", "not installed", f"{install}; nvcc does as well")
+        yield Finding("NVRTC", "missing", "not installed", f"{cure}; nvcc does as well")
     if nvcc is not None:
         yield Finding("nvcc", "ok", f"{nvcc}: {run([str(nvcc), '--version']).splitlines()[-2]}")
     else:

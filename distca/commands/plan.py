@@ -50,6 +50,7 @@ from distca.schedule import (
     format_summary,
     make_scheduler,
 )
+from distca.wording import ordinal
 
 _MOST_SERVERS = 1 << 16
 _FLAGS_OF_SCHEDULERS = {
@@ -236,11 +237,26 @@ def _show_saved(args: argparse.Namespace, given: Mapping[str, str]) -> None:
         flags = ", ".join(given[name] for name in sorted(judging))
         raise ValueError(f"--load {args.load} is a prefill in steps, not judged by {flags}")
     config = saved_config(args, given, saved)
+    _check_mask(args, stepped.plan)
     if stepped.in_steps:
         serving_step.show_plan(args, stepped, config.shape, "prefill")
     else:
         made_for = {**saved, **to_json(config)}
-        _show(args, stepped.plan, config, describe(stepped.plan, config), {}, made_for)
+        model = None if args.model is None else planned_heads.planned_model(args)
+        _show(args, stepped.plan, config, describe(stepped.plan, config), {}, made_for, model)
+
+
+def _check_mask(args: argparse.Namespace, plan: Plan) -> None:
+    """Refuses a saved plan for layers of which no layer of the model is one."""
+    if args.model is None:
+        return
+    seen = planned_heads.planned_model(args).masks.masks
+    if plan.mask not in seen:
+        ours, theirs = _described(plan.mask), " or ".join(map(_described, seen))
+        raise ValueError(
+            f"--load {args.load} was planned for layers that see {ours}, but those of --model "
+            f"{args.model} see {theirs}: make a plan for that model, without --load"
+        )
 
 
 def _make(args: argparse.Namespace, given: Mapping[str, str]) -> None:
@@ -390,10 +406,7 @@ def _show(
     else:
         _write(format_summary(summary))
     if not args.json and model is not None and len(model.masks.masks) > 1:
-        _write(
-            f"  layers          of {_described(plan.mask)}; every {model.window_attn_skip_freq}th "
-            "layer sees all, and its plan chose the placement"
-        )
+        _write(f"  layers          {_layers(plan.mask, model)}")
     if seconds and not args.json:
         _write(
             f"  planned in      {1e3 * seconds['plan_seconds']:.1f} ms, one rank's exchange in "
@@ -408,7 +421,19 @@ def _show(
         plot_plan(plan, config, args.plot)
 
 
+def _layers(mask: Mask, model: ModelSize) -> str:
+    """Says of which layers a plan is, in a model that has several kinds."""
+    every = f"every {ordinal(model.window_attn_skip_freq or 1)} layer"
+    if mask == Mask():
+        others = " or ".join(_described(each) for each in model.masks.masks if each != mask)
+        return f"{every}, which sees all; a query of the others sees {others}"
+    return f"of {_described(mask)}; {every} sees all, and its plan chose the placement"
+
+
 def _described(mask: Mask) -> str:
+    """What a query of a layer sees."""
+    if mask == Mask():
+        return "all earlier tokens"
     if mask.attention_chunk is not None:
         return f"a chunk of {mask.attention_chunk:,} tokens"
     return f"a window of {mask.window_left:,} earlier tokens"

@@ -21,7 +21,7 @@ from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.prefill.address import check_host
 from distca.torchrun import read_torchrun
-from distca.wording import counted
+from distca.wording import counted, install
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         model, told, config = _configuration(args)
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'distca[inference]'") from error
+        raise ImportError(f"{error}: {install('inference')}") from error
     if launched is not None:
         return _serve(args, model, told, config)
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -25,6 +25,7 @@ from distca.inference.tensor_parallel import (
 )
 from distca.inference.transformers_model import IMPLEMENTATION, TransformersModel, register
 from distca.plan import Mask
+from distca.wording import install
 
 if TYPE_CHECKING:
     from transformers import (
@@ -99,7 +100,7 @@ def need_transformers() -> ModuleType:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "models to generate with are read by transformers: pip install 'distca[inference]'"
+            f"models to generate with are read by transformers: {install('inference')}"
         ) from error
     return transformers
 

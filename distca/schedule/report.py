@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.cost.kernel_time import AnalyticCost, CostModel
 from distca.cost.rows import rank_rows
 from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
@@ -31,7 +32,7 @@ class PlanSummary:
         query_rows_moved: queries that a server computes for another rank.
         key_rows_moved: keys, with their values, that a server has from another rank; those that
             several servers have count several times.
-        load_unit: "seconds (predicted)" or "pairs".
+        load_unit: "pairs", or seconds: predicted from measured times, or at an assumed speed.
         load_mean: mean load of a server, in that unit.
         load_max_over_mean_before: load of the busiest rank over the mean in plain data parallelism
             (`plain_loads`).
@@ -72,6 +73,15 @@ class PlanSummary:
     bytes_backward: int
     link_seconds_max: float
     notes: tuple[str, ...]
+
+
+def _unit(cost_model: CostModel | None) -> str:
+    """The unit of loads."""
+    if cost_model is None:
+        return "pairs"
+    if isinstance(cost_model, AnalyticCost):
+        return f"seconds at {cost_model.flops_per_second / 1e12:g} TFLOP/s"
+    return "seconds (predicted)"
 
 
 def describe(
@@ -115,7 +125,7 @@ def describe(
         kernel_calls=len(distinct(tasks.server * 2 + tasks.ends_on_diagonal)),
         query_rows_moved=int(moved.messages["combine"].sizes.sum()) // shape.result_row_bytes,
         key_rows_moved=int(rank_rows(plan)[1].received.sum()),
-        load_unit="pairs" if cost_model is None else "seconds (predicted)",
+        load_unit=_unit(cost_model),
         load_mean=float(loads.mean()),
         load_max_over_mean_before=float(relative_loads(before, speeds).max()),
         load_max_over_mean=float(relative.max()),

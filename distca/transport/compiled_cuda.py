@@ -16,6 +16,7 @@ import torch
 
 from distca.native import kept, run
 from distca.transport.compiled import PROTOCOL
+from distca.wording import install
 
 ARCHITECTURES = (80, 90, 100)
 """The compute capabilities that `distca build` compiles for: A100, H100 and H200, B200."""
@@ -118,7 +119,7 @@ def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path
     if nvcc is None:
         raise RuntimeError(
             "the kernels of the device transport are compiled at first use, but there is no nvcc: "
-            "pip install 'distca[nvshmem-cu13]', or install a CUDA toolkit"
+            f"{install('nvshmem-cu13')}, or install a CUDA toolkit"
         )
     command = [str(nvcc), *NVCC_FLAGS, f"-arch=sm_{architecture}", "-cubin"]
     key = [run([str(nvcc), "--version"]), *command]
@@ -127,7 +128,7 @@ def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path
         if library is None:
             raise RuntimeError(
                 "peers on other machines need NVSHMEM's device library, but it is not installed: "
-                "pip install 'distca[nvshmem-cu13]' (or nvshmem-cu12)"
+                f"{install('nvshmem-cu13')} (or nvshmem-cu12)"
             )
         command += ["-rdc=true", "-dlink", "-DDISTCA_NVSHMEM", "-isystem", f"{library}/include"]
         command += [f"-L{library}/lib", "-lnvshmem_device"]

@@ -10,7 +10,8 @@
 #
 #     sbatch ... --distca-scheduler per-document-cp --distca-context-parallel-size 4
 #
-# --model llama-8b|llama-34b|llama-70b    the model's sizes
+# --model NAME         llama-8b (default), llama-34b, llama-70b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b,
+#                      llama-3.2-3b, qwen3-8b or qwen3-32b
 # --from DIRECTORY     start from the weights of this checkpoint; later runs go on from --save
 # --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
 # --mounts A:B,C:D     directories for the container, besides the repository

@@ -6,7 +6,8 @@
 #
 #     sbatch --nodes 4 launch/slurm/throughput.sh --output throughput
 #
-# --model llama-8b|llama-34b|llama-70b    the model's sizes
+# --model NAME         llama-8b (default), llama-34b, llama-70b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b,
+#                      llama-3.2-3b, qwen3-8b or qwen3-32b
 # --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
 # --mounts A:B,C:D     directories for the container, besides the repository
 # --interface NAME     the network interface that ranks meet on, such as ib0

@@ -411,6 +411,20 @@ def test_flags_win_over_a_model_and_its_windows_are_planned(command) -> None:
     assert "  layers  " not in command.run(*given[:-1], "--model", "llama-8b")
 
 
+def test_a_saved_plan_is_of_layers_that_the_model_has(command, tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    given = ["--distribution", "pretrain", *SMALL[:4]]
+    command.run(*given, "--model", "llama-8b", "--save", plan)
+    assert "  layers  " not in command.run("--load", plan, "--model", "llama-70b")
+    # Every sixth layer of Gemma 3 has this plan, and no layer with windows alone.
+    shown = command.run("--load", plan, "--model", "gemma3-27b-like")
+    assert "every 6th layer, which sees all; a query of the others sees a window of 1,023" in shown
+    shown = command.run(*given, "--model", "gpt-oss-120b-like", "--save", plan)
+    assert "every 2nd layer sees all" in shown
+    refused = command.refused("--load", plan, "--model", "llama-8b")
+    assert "that see a window of 127 earlier tokens, but those of --model llama-8b see" in refused
+
+
 def test_latents_are_described_by_flags_as_by_a_preset(command) -> None:
     given = ["--distribution", "pretrain", *SMALL[:4], "--json", "--latent-rows", "on"]
     preset = json.loads(command.run(*given, "--model", "deepseek-v3-like"))

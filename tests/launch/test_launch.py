@@ -24,7 +24,8 @@ from distca.simulate import CLUSTERS
 from distca.simulate.costs import ModelCosts
 from support.launches import ROOT, launch, pretrain_flags, slurm_environment
 
-LLAMAS = ("llama-8b", "llama-34b", "llama-70b")
+SMALL = ("llama-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b")
+LARGE = ("llama-34b", "qwen3-32b", "llama-70b", "llama-3.1-70b")
 SCRIPTS = ("pretrain_3d", "pretrain_4d", "benchmark")
 TINY = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -54,9 +55,9 @@ def free_port() -> str:
 @pytest.mark.parametrize(
     ("script", "model"),
     [
-        *itertools.product(["slurm/pretrain_3d.sh", "slurm/pretrain_4d.sh"], LLAMAS),
-        *itertools.product(["slurm/benchmark.sh"], LLAMAS[:2]),
-        ("local.sh", "llama-8b"),
+        *itertools.product(["slurm/pretrain_3d.sh", "slurm/pretrain_4d.sh"], SMALL + LARGE),
+        *itertools.product(["slurm/benchmark.sh"], SMALL + LARGE[:2]),
+        *itertools.product(["local.sh"], SMALL),
     ],
 )
 def test_the_printed_flags_are_accepted(script, model) -> None:
@@ -81,7 +82,18 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
         assert (args.ffn_hidden_size, args.kv_channels) == (size.ffn_hidden_size, size.head_dim)
         longest = DistcaConfig.from_args(args).documents.max_length
         assert longest is None or longest <= args.data_parallel_size * args.seq_length
+        assert args.qk_layernorm == model.startswith("qwen3")
+        assert args.untie_embeddings_and_output_weights == (not model.startswith("llama-3.2"))
         assert least_bytes(args, size) < CLUSTERS["dgx-h100"].usable_bytes
+
+
+def test_models_that_the_simulator_knows() -> None:
+    """All dense ones but the largest."""
+    dense = {name for name, size in MODELS.items() if size.experts is None and size.sees_all}
+    assert {*SMALL, *LARGE} == dense - {"llama-405b", "llama-3.1-405b"}
+    refused = launch("slurm/pretrain_3d.sh", "--dry-run", "--model", "llama-405b", "--save", "s")
+    assert refused.returncode == 2
+    assert all(name in refused.stderr for name in (*SMALL, *LARGE))
 
 
 @pytest.mark.parametrize("script", ["local.sh", "slurm/pretrain_3d.sh", "slurm/throughput.sh"])

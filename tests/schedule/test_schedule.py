@@ -303,7 +303,7 @@ def test_the_summary_in_seconds_and_with_notes() -> None:
     model = AnalyticCost(flops_per_pair=2.0, flops_per_second=1e3)
     summary = describe(plan, ScheduleConfig(shape=SHAPE, cost_model=model))
     assert summary.load_mean == pytest.approx(plan.loads().mean() * 2e-3)
-    assert summary.load_unit == "seconds (predicted)"
+    assert summary.load_unit == "seconds at 1e-09 TFLOP/s"
     assert plan.notes[0] in format_summary(summary)
 
 

@@ -15,6 +15,7 @@ from distca.inference.sampling import SamplingParams
 from distca.inference.small_models import VOCABULARY, save_small_model
 from distca.inference.verify import compare
 from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.wording import install
 
 FAMILIES: dict[str, PrefillStrategy] = {
     "llama": "pass-kv",
@@ -29,7 +30,7 @@ _TOKENS = 8
 def check_answers(context: Context) -> Found:
     """Holds answers of each family against one process's, eager and with CUDA graphs."""
     if importlib.util.find_spec("transformers") is None:
-        raise NotRun("transformers is not installed: pip install 'distca[inference]'")
+        raise NotRun(f"transformers is not installed: {install('inference')}")
     ways = [("eager", True), ("CUDA graphs", False)] if context.on_gpu else [("eager", True)]
     for (family, strategy), (way, eager) in itertools.product(FAMILIES.items(), ways):
         folder = str(save_small_model(family, context.folder))

@@ -15,6 +15,7 @@ from distca.inference.models import ServedModel, read_model
 from distca.inference.pool_size import bytes_of_block
 from distca.inference.sampling import SamplingParams
 from distca.inference.small_models import VOCABULARY, save_small_model
+from distca.wording import install
 
 _GREEDY = SamplingParams(6)
 _POSITIONS = 4096
@@ -24,7 +25,7 @@ _SHORT = [n % VOCABULARY for n in range(3, 9)]
 def check_memory(context: Context) -> Found:
     """Fills pools: answers stay the same, and a GPU's memory is enough for all graphs."""
     if importlib.util.find_spec("transformers") is None:
-        raise NotRun("transformers is not installed: pip install 'distca[inference]'")
+        raise NotRun(f"transformers is not installed: {install('inference')}")
     folder = save_small_model("llama", context.folder, max_position_embeddings=_POSITIONS)
     model = read_model(str(folder), context.dtype)
     blocks = _crowd(context, model)

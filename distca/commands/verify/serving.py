@@ -12,6 +12,7 @@ from distca.inference.llm import LLM, configure
 from distca.inference.models import model_size, read_model
 from distca.inference.sampling import SamplingParams
 from distca.inference.small_models import VOCABULARY, save_small_model
+from distca.wording import install
 
 _LARGE = {
     "hidden_size": 2048,
@@ -28,7 +29,7 @@ _TOKENS, _SEQUENCES = 16, 8
 def measure_serving(context: Context) -> Found:
     """Times one long prompt on all ranks, and answers of several sequences."""
     if importlib.util.find_spec("transformers") is None:
-        raise NotRun("transformers is not installed: pip install 'distca[inference]'")
+        raise NotRun(f"transformers is not installed: {install('inference')}")
     length = _LARGE_PROMPT if context.is_fast else _SMALL_PROMPT
     sizes = _LARGE if context.is_fast else {}
     folder = save_small_model("llama", context.folder, max_position_embeddings=2 * length, **sizes)

@@ -18,6 +18,7 @@ from distca.commands.verify.predictions import measured_cluster, training_second
 from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
 from distca.cost.model_sizes import ModelSize
 from distca.documents.index import IndexedWriter
+from distca.wording import install
 
 STEPS = 5
 _LOSS = re.compile(r"iteration +\d+/.*? lm loss: (\S+) \|")
@@ -65,7 +66,7 @@ class Ran:
 def check_training(context: Context) -> Found:
     """Trains the same small model twice, on the machine of rank 0."""
     if importlib.util.find_spec("megatron.training") is None:
-        raise NotRun("Megatron-LM's loop is not installed: pip install 'distca[megatron]'")
+        raise NotRun(f"Megatron-LM's loop is not installed: {install('megatron')}")
     if context.on_gpu:
         # The ranks of the runs have the same GPUs.
         torch.cuda.empty_cache()

@@ -31,11 +31,9 @@ from distca.plan.span import Floats, Int64s
 from distca.quiet import ignore_missing_cuda
 from distca.schedule.base import ScheduleConfig, plan_at_home, task_loads
 from distca.schedule.baselines.context_parallel import shard_documents
+from distca.wording import install
 
-_NEEDED = (
-    "hybrid-cp asks megatron-core's own scheduler: pip install 'distca[megatron]' "
-    "(0.17.1 to 0.19.2 have it; {})"
-)
+_NEEDED = "hybrid-cp asks megatron-core's own scheduler: {} (0.17.1 to 0.19.2 have it; {})"
 Round = list[list[int]]
 """The documents of each rank in a round, in the order in which it runs them."""
 
@@ -155,7 +153,7 @@ def balanced_scheduler() -> Callable[[int, _Pool], _BalancedScheduler]:
             ignore_missing_cuda()
             from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
     except ImportError as error:
-        raise ImportError(_NEEDED.format(error)) from error
+        raise ImportError(_NEEDED.format(install("megatron"), error)) from error
     return BalancedCPScheduler
 
 
@@ -169,9 +167,9 @@ def find_balanced_scheduler() -> None:
     places = [] if found is None else found.submodule_search_locations or []
     module = Path("core", "pipeline_parallel", "hybrid_cp_schedule.py")
     if not any(Path(place, module).is_file() for place in places):
-        raise ImportError(_NEEDED.format(f"there is no megatron/{module}"))
+        raise ImportError(_NEEDED.format(install("megatron"), f"there is no megatron/{module}"))
     if importlib.util.find_spec("torch") is None:
-        raise ImportError(_NEEDED.format("there is no torch"))
+        raise ImportError(_NEEDED.format(install("megatron"), "there is no torch"))
 
 
 @dataclass(frozen=True)
