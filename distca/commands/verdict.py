@@ -28,6 +28,8 @@ _CLOSE = (
     f" The difference is within the simulator's error: {SIMULATORS_ERROR:.1%} of a step in the "
     "median, against runs on CPUs."
 )
+_AS_FAST = 1.0001
+"""Ratio of seconds up to which a simpler system counts as equally fast."""
 _BESIDE = "beside those of the model, the data and the learning rate:"
 
 
@@ -119,9 +121,14 @@ class Verdict:
 
 
 def fastest(choices: Sequence[Choice], systems: Collection[str]) -> Choice | None:
-    """Returns the fastest choice among some systems; None: none fits."""
+    """Returns the fastest choice among some systems, the first of those that are as fast; None:
+    none fits.
+
+    Baselines come first where they are simpler: groups of one rank are plain Megatron.
+    """
     some = [c for c in choices if c.system in systems and c.candidate is not None]
-    return min(some, key=lambda choice: choice.seconds, default=None)
+    least = min((choice.seconds for choice in some), default=0.0)
+    return next((choice for choice in some if choice.seconds <= _AS_FAST * least), None)
 
 
 def speed_up(ours: Choice, other: Choice) -> SpeedUp:

@@ -47,7 +47,7 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
             ["pretrain_gpt.py"],
         ),
         (
-            [choice("packed", [0.9, 0.9, 0.9]), FLAT],
+            [choice("packed", [0.9] * 3), choice("cp-a2a", [0.89999] * 3), FLAT],
             "Don't use DistCA: plain Megatron is 1.111 (1.111 to 1.111) times as fast.",
             ["Megatron-LM"],
         ),
