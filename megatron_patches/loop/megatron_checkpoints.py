@@ -105,7 +105,7 @@ def _loading_schedule(
         # Another format is left to the loop.
         return contextlib.nullcontext()
     common = read_common_state(checkpoint)
-    check_schedule(common["opt_param_scheduler"], scheduler, str(checkpoint))
+    check_schedule(common["opt_param_scheduler"], scheduler.state_dict(), args, str(checkpoint))
     return loading_other_rates(common, args, optimizer, scheduler)
 
 

@@ -37,7 +37,8 @@ from megatron_patches.loop.checkpoint_folder import (
 )
 from megatron_patches.loop.failure_report import PATIENCE
 from megatron_patches.loop.save_lock import LOCK, SaveLock
-from megatron_patches.loop.saved_arguments import check_model, saved_arguments
+from megatron_patches.loop.saved_arguments import check_model, loads_optimizer, saved_arguments
+from megatron_patches.loop.saved_schedule import check_schedule, schedule_of
 from megatron_patches.loop.saved_vocabulary import check_vocabulary
 from megatron_patches.versions import newer_flag
 
@@ -155,6 +156,8 @@ def check_checkpoint(args: Namespace) -> None:
     check_vocabulary(of_run, args, path)
     if path.name != RELEASE:
         check_progress(common["iteration"], of_run.consumed_train_samples, args, str(path))
+        if "opt_param_scheduler" in common and loads_optimizer(args) and not args.skip_train:
+            check_schedule(common["opt_param_scheduler"], schedule_of(args), args, str(path))
 
 
 def check_progress(iteration: int, consumed: int, args: Namespace, path: str) -> None:

@@ -26,22 +26,51 @@ _SET_BY = {
 _RATES = ("max_lr", "min_lr")
 
 
-def check_schedule(saved: Mapping[str, Any], scheduler: Any, path: str) -> None:
+def schedule_of(args: Namespace) -> dict[str, Any]:
+    """Returns the schedule that the flags make, as Megatron-LM's does before it has an optimizer.
+
+    Source: `get_optimizer_param_scheduler` in megatron/training/training.py.
+    """
+    if args.train_iters:
+        batch = args.global_batch_size
+        decay = (args.lr_decay_iters or args.train_iters) * batch
+        increase, warmup = args.train_iters * batch, args.lr_warmup_iters * batch
+    else:
+        decay = args.lr_decay_samples or args.train_samples
+        increase, warmup = args.train_samples, args.lr_warmup_samples
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return {
+        "max_lr": float(args.lr),
+        "min_lr": args.min_lr,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "lr_decay_style": args.lr_decay_style,
+        "start_wd": args.start_weight_decay,
+        "end_wd": args.end_weight_decay,
+        "wd_incr_steps": increase,
+        "wd_incr_style": args.weight_decay_incr_style,
+    }
+
+
+def check_schedule(
+    saved: Mapping[str, Any], now: Mapping[str, Any], args: Namespace, path: str
+) -> None:
     """Refuses another schedule than the checkpoint's, unless a flag says which one counts.
 
     Megatron-LM refuses it, too, by the first value that differs.
 
     Args:
         saved: schedule of the checkpoint.
-        scheduler: Megatron's schedule of this run.
+        now: schedule of this run.
+        args: flags of this run.
         path: folder of the checkpoint.
 
     Raises:
         ValueError: they differ.
     """
-    if scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler:
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
-    now = scheduler.state_dict()
     different = [
         f"{set_by} {saved[name]} (now {now[name]})"
         for name, set_by in _SET_BY.items()
