@@ -123,7 +123,7 @@ def predict_plain(
     costs = ModelCosts(model, machine, dtype_bytes=4)
     layout = BaselineLayout(setting.stages, setting.data_parallel_size, 1, setting.micro_batches)
     return sum(
-        simulate_baseline("packed", np.concatenate(mine), layout, costs, cost_model=profile).seconds
+        simulate_baseline("plain", np.concatenate(mine), layout, costs, cost_model=profile).seconds
         for mine in batches_of(setting, mix)
     )
 

@@ -167,8 +167,8 @@ def build_parser() -> Parser:
         nargs="+",
         default=None,
         choices=SYSTEMS,
-        help="What to compare: packed is plain Megatron, cp-p2p, cp-a2a and cp-a2a+p2p its context "
-        "parallelism with that --cp-comm-type, per-document-cp with all_gather, wlb-llm WLB-LLM, "
+        help="What to compare: plain is Megatron without context parallelism, cp-p2p, cp-a2a and "
+        "cp-a2a+p2p with that --cp-comm-type, per-document-cp with all_gather, wlb-llm WLB-LLM, "
         "wlb-llm-paper as the paper ran it; greedy and tiles are DistCA with that scheduler. "
         "hybrid-cp asks megatron-core's own scheduler, if that is installed. Default: all but "
         "greedy and wlb-llm-paper.",

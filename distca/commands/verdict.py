@@ -12,7 +12,7 @@ from distca.simulate.hybrid import HYBRID
 from distca.simulate.speed_up import SIMULATORS_ERROR, SpeedUp
 
 TITLES = {
-    "packed": "plain Megatron",
+    "plain": "plain Megatron",
     "cp-p2p": "context parallel, ring",
     "cp-a2a": "context parallel, all-to-all",
     "cp-a2a+p2p": "context parallel, a2a+p2p",
@@ -139,13 +139,13 @@ def speed_up(ours: Choice, other: Choice) -> SpeedUp:
 def is_plain(choice: Choice) -> bool:
     """Whether a kind of Megatron's context parallelism has groups of one rank, which is none."""
     candidate = choice.candidate
-    grouped = choice.system in MEGATRON and choice.system not in ("packed", HYBRID)
+    grouped = choice.system in MEGATRON and choice.system not in ("plain", HYBRID)
     return grouped and candidate is not None and candidate.context == 1
 
 
 def title_of(choice: Choice) -> str:
     """Returns a system's name; groups of one rank are plain Megatron."""
-    return TITLES["packed" if is_plain(choice) else choice.system]
+    return TITLES["plain" if is_plain(choice) else choice.system]
 
 
 def _flags_of_megatron(choice: Choice, workload: Workload) -> list[str]:

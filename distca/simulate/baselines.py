@@ -5,7 +5,7 @@ ranks of its context-parallel group, which share core attention as `distca.simul
 so its ranks wait for the slowest in every layer. Replicas wait for each other only for the
 gradients, pipeline stages for activations.
 
-* **packed**: plain Megatron; documents one after the other, no context parallelism.
+* **plain**: plain Megatron; documents one after the other, no context parallelism.
 * **cp-p2p**, **cp-a2a**, **cp-a2a+p2p**: the same with a group for each bin, by the name that
   Megatron's `--cp-comm-type` gives its exchanges; documents are sharded head-tail.
 * **per-document-cp**: the same with an all-gather (`all_gather`).
@@ -37,7 +37,7 @@ from distca.simulate.layer_mean import LayerMean
 from distca.simulate.one_f_one_b import Passes, in_best_order, one_f_one_b
 from distca.simulate.outcome import Outcome
 
-MEGATRON = ("packed", *RINGS, "per-document-cp", HYBRID)
+MEGATRON = ("plain", *RINGS, "per-document-cp", HYBRID)
 """Baselines that every user of Megatron has; the last one asks megatron-core's own scheduler."""
 WITHOUT_WINDOWS = (*RINGS, HYBRID)
 """Baselines that have no sliding windows."""
@@ -121,8 +121,8 @@ def check_layout(name: str, layout: BaselineLayout, costs: ModelCosts) -> None:
         ValueError: the group has the wrong size, or too few heads for an all-to-all.
     """
     size, apart = layout.context_parallel, layout.all_to_all
-    if name == "packed" and size > 1:
-        raise ValueError("packed has no context parallelism: use per-document-cp")
+    if name == "plain" and size > 1:
+        raise ValueError("plain has no context parallelism: use per-document-cp")
     if apart < 1 or size % apart or costs.shape.kv_heads % apart:
         raise ValueError(
             f"{apart} ranks cannot share {costs.shape.kv_heads} key-value heads of each GPU by an "

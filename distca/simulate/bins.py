@@ -212,7 +212,8 @@ def _pack(
     elif name == "wlb-llm-paper":
         scheduler = WlbLlm(replace(config, cost_model=PaperWork()), tokens)
     else:
-        scheduler = make_scheduler(name, config)
+        # Plain Megatron's bins lie one after the other, as documents that are packed.
+        scheduler = make_scheduler("packed" if name == "plain" else name, config)
     plan = scheduler.plan(lengths, np.full(ranks, tokens // ranks, dtype=np.int64), Mask())
     crossing = distinct(plan.placement.document * bins + plan.placement.rank // size) // bins
     if (np.unique(crossing, return_counts=True)[1] > 1).any():

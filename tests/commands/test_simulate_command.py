@@ -91,7 +91,7 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
 def test_json_has_what_the_table_has(
     command, lengths_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    systems = ["packed", "per-document-cp", "wlb-llm", "tiles"]
+    systems = ["plain", "per-document-cp", "wlb-llm", "tiles"]
     given = ["--lengths", lengths_file, *SMALL, "--json", "--systems", *systems]
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e6)
     rows = json.loads(command.run(*given))
@@ -121,7 +121,7 @@ def test_json_has_what_the_table_has(
 
 def test_windows(command, lengths_file: str) -> None:
     """Megatron's rings have none. Short windows on most layers take less time."""
-    given = ["--lengths", lengths_file, *SMALL, "--systems", "packed", "cp-p2p", "tiles"]
+    given = ["--lengths", lengths_file, *SMALL, "--systems", "plain", "cp-p2p", "tiles"]
     windows = ["--window-left", "255", "--window-attn-skip-freq", "2"]
     text = command.run(*given, *windows)
     assert re.search(
@@ -150,7 +150,7 @@ def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
 def test_the_table_is_not_lost_where_a_file_cannot_be_written(
     lengths_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["--systems", "packed", "tiles", "--finalists", "1"]
+    few = ["--systems", "plain", "tiles", "--finalists", "1"]
     mine = ["simulate", "--lengths", lengths_file, *SMALL, *few]
     with pytest.raises(SystemExit) as stopped:
         main([*mine, "--trace", str(tmp_path / "t.json"), "--memory-gb", "4.02"])
@@ -199,8 +199,8 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
         (["--window-attn-skip-freq", "2"], "layers have windows or chunks: add --window-left"),
         (["--window-left", "9", "--window-attn-skip-freq", "1"], "must be at least 2"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
-        (["--systems", "packed"], "--finalists is for DistCA: add one of greedy, tiles"),
-        (["--trace", "t.json", "--systems", "packed"], "--trace is of DistCA: add one of greedy"),
+        (["--systems", "plain"], "--finalists is for DistCA: add one of greedy, tiles"),
+        (["--trace", "t.json", "--systems", "plain"], "--trace is of DistCA: add one of greedy"),
         (["--plot", "x.foo"], "--plot x.foo: the suffix must be one of"),
         (["--plot", "plot"], "--plot plot: the suffix must be one of"),
         (["--plot", f"{lengths_file}/x.png"], "lengths.json is not a folder"),
@@ -378,7 +378,7 @@ def test_fewer_micro_batches_in_flight_are_tried(tight: dict[Candidate, int]) ->
     bound = replace(piped, max_in_flight=2)
     assert with_fewer_in_flight(piped) == [bound]
     assert with_fewer_in_flight(bound) == []
-    assert with_fewer_in_flight(replace(piped, system="packed")) == []
+    assert with_fewer_in_flight(replace(piped, system="plain")) == []
     tight[bound] = 1
     (choice,) = advise(WORKLOAD, [sequences()], ["tiles"], [1, 2], [1, 2], finalists=1)
     assert choice.candidate == bound

@@ -15,7 +15,7 @@ from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, Workload
 CLUSTER = replace(CLUSTERS["dgx-h100"], charges=PUBLISHED)
 JOB = Workload(ModelSize(4, 512, 8, 4, 64, 1024, 1000), CLUSTER, 8, 8192, 4)
 CANDIDATES = {
-    "packed": Candidate("packed", 2, 1, 4, 1, 1),
+    "plain": Candidate("plain", 2, 1, 4, 1, 1),
     "cp-a2a": Candidate("cp-a2a", 2, 1, 2, 2, 2, all_to_all=2),
     "wlb-llm": Candidate("wlb-llm", 2, 1, 4, 1, 2),
     "tiles": Candidate("tiles", 2, 1, 4, 1, 1),
@@ -41,37 +41,37 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
     ("choices", "line", "flags"),
     [
         (
-            [choice("packed", [1.5, 1.5, 1.5]), choice("cp-a2a", [1.11, 1.1, 1.09]), FLAT],
+            [choice("plain", [1.5, 1.5, 1.5]), choice("cp-a2a", [1.11, 1.1, 1.09]), FLAT],
             "Use DistCA: 1.100 (1.075 to 1.125) times as fast as Megatron's best, context "
             "parallel, all-to-all.",
             ["pretrain_gpt.py"],
         ),
         (
-            [choice("packed", [0.9] * 3), choice("cp-a2a", [0.89999] * 3), FLAT],
+            [choice("plain", [0.9] * 3), choice("cp-a2a", [0.89999] * 3), FLAT],
             "Don't use DistCA: plain Megatron is 1.111 (1.111 to 1.111) times as fast.",
             ["Megatron-LM"],
         ),
         (
-            [choice("packed", [0.9, 1.2, 1.0]), FLAT],
+            [choice("plain", [0.9, 1.2, 1.0]), FLAT],
             "No clear difference: DistCA is 1.033 (0.654 to 1.413) times as fast as Megatron's "
             "best, plain Megatron.",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
-            [choice("packed", [1.5]), choice("tiles", [1.0])],
+            [choice("plain", [1.5]), choice("tiles", [1.0])],
             "No clear difference: DistCA is 1.500 times as fast as Megatron's best, plain "
             "Megatron: one batch has no range.",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
-            [choice("packed", [1.01, 1.01, 1.01]), FLAT],
+            [choice("plain", [1.01, 1.01, 1.01]), FLAT],
             "No clear difference: DistCA is 1.010 (1.010 to 1.010) times as fast as Megatron's "
             "best, plain Megatron. The difference is within the simulator's error: 1.8% of a step "
             "in the median, against runs on CPUs.",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
-            [choice("packed", [0.99, 0.99, 0.99]), FLAT],
+            [choice("plain", [0.99, 0.99, 0.99]), FLAT],
             "Don't use DistCA: plain Megatron is 1.010 (1.010 to 1.010) times as fast. "
             "The difference is within the simulator's error: 1.8% of a step in the median, against "
             "runs on CPUs.",
@@ -84,21 +84,21 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
             ["pretrain_gpt.py"],
         ),
         (
-            [nothing("packed"), choice("wlb-llm", [0.5, 0.5]), FLAT],
+            [nothing("plain"), choice("wlb-llm", [0.5, 0.5]), FLAT],
             "Use DistCA: nothing of Megatron's that was simulated fits in memory.",
             ["pretrain_gpt.py"],
         ),
         (
-            [choice("packed", [0.5, 0.5]), nothing("tiles")],
+            [choice("plain", [0.5, 0.5]), nothing("tiles")],
             "Don't use DistCA: it does not fit in memory. Use plain Megatron.",
             ["Megatron-LM"],
         ),
         (
-            [nothing("packed"), nothing("tiles")],
+            [nothing("plain"), nothing("tiles")],
             "Nothing fits in memory: use more GPUs, or --recompute full.",
             [],
         ),
-        ([choice("packed", [0.5, 0.5])], "Fastest of Megatron's: plain Megatron.", ["Megatron-LM"]),
+        ([choice("plain", [0.5, 0.5])], "Fastest of Megatron's: plain Megatron.", ["Megatron-LM"]),
     ],
 )
 def test_the_answer(choices: list[Choice], line: str, flags: list[str]) -> None:
@@ -119,7 +119,7 @@ def test_what_megatron_refuses_has_no_flags_but_a_line() -> None:
 def test_what_cannot_run_as_asked_is_told_in_the_first_line() -> None:
     """A sequence is no multiple of what the runtime cuts documents at."""
     job = replace(JOB, context=8191)
-    choices = [choice("packed", [1.5, 1.5]), choice("tiles", [1.0, 1.0])]
+    choices = [choice("plain", [1.5, 1.5]), choice("tiles", [1.0, 1.0])]
     verdict = Verdict.of(choices)
     first, *_ = format_choices(choices, job, 2).splitlines()
     (*_, last) = verdict.how_to_train(job)
@@ -148,5 +148,5 @@ def test_the_table_explains_itself() -> None:
 
 def test_one_is_no_plural() -> None:
     job = replace(JOB, gpus=1, context=1, sequences=1)
-    lines = format_choices([choice("packed", [1.0])], job, 1).splitlines()
+    lines = format_choices([choice("plain", [1.0])], job, 1).splitlines()
     assert lines[1].startswith(f"1 GPU of {job.cluster.name}, 1 sequence of 1 token, ")

@@ -82,7 +82,7 @@ def test_linear_layers_are_slower_by_tensor_parallelism_and_in_few_tokens() -> N
     ours, bins = planned([[2048, 2048]], 1, 1, ExecutionOptions()), BaselineLayout(1, 1, 1, 1)
     ticks = [simulate_ticks(ours, each).seconds for each in (costs, ideal)]
     plain = [
-        simulate_baseline("packed", np.array([2048, 2048]), bins, each).seconds
+        simulate_baseline("plain", np.array([2048, 2048]), bins, each).seconds
         for each in (costs, ideal)
     ]
     assert ticks[0] - ticks[1] == pytest.approx(4 * 2 * layer + head)
@@ -145,7 +145,7 @@ def test_recomputed_layers_run_forward_twice_and_keep_their_input(
     pair = [simulate_ticks(planned(windows, 1, 2, options), each) for each in (costs, again)]
     ours = pair[1].seconds - pair[0].seconds
     lengths = np.array([2048] * 8)
-    plain = [simulate_baseline("packed", lengths, layout, each) for each in (costs, again)]
+    plain = [simulate_baseline("plain", lengths, layout, each) for each in (costs, again)]
     forward = 2 * 2 * passes(costs, 2048, 4, False)[0]
     assert ours == pytest.approx(forward)
     assert plain[1].seconds - plain[0].seconds == pytest.approx(forward)
@@ -158,7 +158,7 @@ def test_recomputed_layers_run_forward_twice_and_keep_their_input(
     rate = IDEAL.peak_tflops * 1e12 * IDEAL.linear_mfu
     product = 2 * 3 * model.hidden_size * model.ffn_hidden_size / rate
     one = simulate_ticks(planned(windows, 1, 2, options), mlp)
-    other = simulate_baseline("packed", lengths, layout, mlp)
+    other = simulate_baseline("plain", lengths, layout, mlp)
     saved = 4096 * (model.layers - 1) * 3 * model.ffn_hidden_size * costs.dtype_bytes
     for tried, whole in ((one, pair[0]), (other, plain[0])):
         assert tried.seconds - whole.seconds == pytest.approx(2 * 4096 * model.layers * product)

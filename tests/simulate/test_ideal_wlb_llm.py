@@ -67,7 +67,7 @@ def test_no_other_order_of_bins_is_much_faster(stages: int) -> None:
 
     def passes(documents: list[int]) -> tuple[float, float]:
         one = BaselineLayout(1, 1, 1, 1)
-        whole = simulate_baseline("packed", np.array(documents), one, costs).seconds
+        whole = simulate_baseline("plain", np.array(documents), one, costs).seconds
         own = np.array(documents)
         attention = costs.cluster.attention_cost(costs.shape)
         forward = float(attention.seconds(own, own, own * (own + 1) // 2).sum())

@@ -189,9 +189,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="no baseline 'ring'"):
         simulate_baseline("ring", lengths, BaselineLayout(1, 4, 1, 1), costs)
     with pytest.raises(ValueError, match="3 stages do not divide 4 layers"):
-        simulate_baseline("packed", lengths, BaselineLayout(3, 1, 1, 1), costs)
+        simulate_baseline("plain", lengths, BaselineLayout(3, 1, 1, 1), costs)
     with pytest.raises(ValueError, match="use per-document-cp"):
-        simulate_baseline("packed", lengths, BaselineLayout(1, 2, 2, 1), costs)
+        simulate_baseline("plain", lengths, BaselineLayout(1, 2, 2, 1), costs)
     with pytest.raises(ValueError, match="3 model chunks do not divide 4 layers"):
         simulate_ticks(planned([[1024]], 3, 1, ExecutionOptions(ping_pong=False)), costs)
     with pytest.raises(ValueError, match="multiple of 4"):

@@ -49,7 +49,7 @@ COMMAND = """
     --distribution pretrain --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8
     --kv-heads 4 --head-dim 64 --ffn-hidden-size 1024 --vocab-size 1000 --cluster dgx-a100 --gpus 8
     --batches 1 --tensor-model-parallel-sizes 2 4 --pipeline-model-parallel-sizes 1 2
-    --finalists 1 --systems packed tiles
+    --finalists 1 --systems plain tiles
 """.split()
 
 
@@ -120,7 +120,7 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     [
         ({}, {}, True),
         ({"system": "greedy"}, {"recompute": "mlp"}, True),
-        ({"system": "packed"}, {}, False),
+        ({"system": "plain"}, {}, False),
         ({"stages": 2}, {}, False),
         ({"chain": 2}, {}, False),
         # The same number twice, but more than one.
@@ -271,7 +271,7 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
 
 def test_without_distca_there_is_nothing_to_print(command: Command) -> None:
     given = COMMAND[: COMMAND.index("--finalists")]
-    assert "--distca" not in command.run(*given, "--systems", "packed")
+    assert "--distca" not in command.run(*given, "--systems", "plain")
 
 
 def test_what_training_cannot_cut(command: Command, tmp_path: Path) -> None:

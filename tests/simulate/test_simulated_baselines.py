@@ -31,7 +31,7 @@ def test_equal_passes_have_the_bubbles_of_1f1b(stages: int, micro_batches: int) 
     ticks = simulate_ticks(planned(windows, stages, 2, apart), costs)
     lengths = np.full(2 * micro_batches, 1024)
     layout = BaselineLayout(stages, 2, 1, micro_batches)
-    usual = simulate_baseline("packed", lengths, layout, costs)
+    usual = simulate_baseline("plain", lengths, layout, costs)
     slack = 2 * micro_batches * 1024 * head
     assert expected <= ticks.seconds <= expected + slack
     assert expected <= usual.seconds <= expected + slack
@@ -100,14 +100,14 @@ def test_wlb_llm_balances_all_work_of_bins() -> None:
     wlb = simulate_baseline("wlb-llm", lengths, layout, costs)
     lengths = lengths[np.argsort(lengths)]
     with pytest.raises(ValueError, match="crosses the end"):
-        simulate_baseline("packed", lengths, BaselineLayout(1, 8, 1, 2), costs)
+        simulate_baseline("plain", lengths, BaselineLayout(1, 8, 1, 2), costs)
     ideal = wlb.computed.mean()
     assert wlb.seconds < 1.1 * ideal
     assert wlb.tokens == 64 * 4096
 
 
 @pytest.mark.parametrize(
-    ("name", "in_order"), [("packed", True), ("per-document-cp", True), ("wlb-llm", False)]
+    ("name", "in_order"), [("plain", True), ("per-document-cp", True), ("wlb-llm", False)]
 )
 def test_only_wlb_llm_runs_its_heaviest_bins_first(name: str, in_order: bool) -> None:
     """The others have no choice: micro-batches come as the documents do."""

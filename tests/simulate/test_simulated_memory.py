@@ -34,14 +34,14 @@ class SilentTransport:
 def test_memory_and_running_out_of_it() -> None:
     costs = ModelCosts(MODELS["llama-8b"], CLUSTERS["dgx-h200"], tensor_parallel=8)
     lengths = np.full(8, 131_072)
-    alone = simulate_baseline("packed", lengths, BaselineLayout(1, 8, 1, 1), costs)
+    alone = simulate_baseline("plain", lengths, BaselineLayout(1, 8, 1, 1), costs)
     # 32 layers of 139 kilobytes a token on 8 GPUs, as the paper's authors could run.
     assert 70e9 < 131_072 * 32 * costs.activation_bytes() < 80e9
     assert alone.fits
     # Two sequences at once on each don't fit; as two micro-batches they do.
     twice = np.full(16, 131_072)
-    assert not simulate_baseline("packed", twice, BaselineLayout(1, 8, 1, 1), costs).fits
-    accumulated = simulate_baseline("packed", twice, BaselineLayout(1, 8, 1, 2), costs)
+    assert not simulate_baseline("plain", twice, BaselineLayout(1, 8, 1, 1), costs).fits
+    accumulated = simulate_baseline("plain", twice, BaselineLayout(1, 8, 1, 2), costs)
     assert accumulated.fits
     assert accumulated.memory_bytes.max() == pytest.approx(alone.memory_bytes.max())
     # Gathered keys and values of the other ranks are kept (paper, Figure 3b).
@@ -123,7 +123,7 @@ def test_buffers_are_counted_as_the_runtime_reserves_them() -> None:
 
 def test_packed_megatron_has_kernels_too() -> None:
     costs = costs_on(IDEAL, layers=2, vocab_size=1)
-    alone = simulate_baseline("packed", np.array([8192]), BaselineLayout(1, 1, 1, 1), costs)
+    alone = simulate_baseline("plain", np.array([8192]), BaselineLayout(1, 1, 1, 1), costs)
     kept = 8192 * 2 * costs.activation_bytes() + costs.state_bytes(0, 1, 1)
     plan = planned([[8192]], 1, 1, ExecutionOptions("packed", ping_pong=False)).ticks[0].plans[0]
     (kernels,) = kernel_memory(plan, costs.shape)

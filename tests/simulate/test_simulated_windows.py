@@ -59,7 +59,7 @@ def test_a_mean_layer_sees_what_its_layers_see() -> None:
     assert LayerMean.of(base, MODEL) is base
 
 
-@pytest.mark.parametrize("system", ["packed", "tiles"])
+@pytest.mark.parametrize("system", ["plain", "tiles"])
 @pytest.mark.parametrize("local", [{"window_left": 99}, {"attention_chunk_size": 1024}])
 def test_one_rank_takes_the_sum_of_its_layers(system: str, local: dict[str, int]) -> None:
     batch = [np.array([6000, 2192])]
@@ -92,7 +92,7 @@ def test_what_has_no_windows_and_what_divides() -> None:
 def test_distca_balances_layers_with_and_without_windows() -> None:
     batch = [np.array([8192]), np.array([256] * 32)] * 4
     workload = Workload(ALTERNATING, CLUSTERS["dgx-h200"], 8, 8192, 8, 0.05)
-    alone = simulate(Candidate("packed", 1, 1, 8, 1, 1), workload, batch)
+    alone = simulate(Candidate("plain", 1, 1, 8, 1, 1), workload, batch)
     shared = simulate(Candidate("tiles", 1, 1, 8, 1, 1), workload, batch)
     assert shared.seconds < alone.seconds
     assert shared.tokens == alone.tokens == 65_536

@@ -53,7 +53,7 @@ def test_another_schedule_is_refused_before_ranks_start(tmp_path) -> None:
     load = ["--load", str(tmp_path)]
     check_checkpoint(parse(*load, length="--train-iters 20"))
     with pytest.raises(
-        ValueError, match="another schedule .*samples of the decay 80 "
+        ValueError, match=r"another schedule .*samples of the decay 80 "
     ):
         check_checkpoint(parse(*load, length="--train-iters 22"))
     for more in ("--override-opt_param-scheduler", "--finetune", "--no-load-optim", "--skip-train"):
