@@ -32,14 +32,14 @@ FLOORS: dict[str, set[str]] = {
         *("distca.plan", "distca.cost", "distca.lifetime", "distca.quiet", "distca.wording"),
     },
     "distca.attention": {"distca.plan", "distca.cost", "distca.native"},
-    "distca.transport": {"distca.native"},
+    "distca.transport": {"distca.native", "distca.wording"},
     "distca.simulate": {*PURE, "distca.timeline"},
     "distca.runtime": {*PURE, "distca.attention", "distca.transport", "distca.timeline"},
 }
 FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}
 FLOORS["distca.inference"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
 FLOORS["distca.inference"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
-FLOORS["distca.inference"] |= {"distca.checkpoints", "distca.torchrun"}
+FLOORS["distca.inference"] |= {"distca.checkpoints", "distca.torchrun", "distca.wording"}
 FLOORS["distca.prefill"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.vllm"] = {*FLOORS["distca.prefill"], "distca.prefill"}
 FLOORS["distca.commands"] = {*FLOORS}

@@ -294,7 +294,7 @@ def test_baselines_share_documents_in_groups(nodes: int, more: str, size: int) -
 def test_one_machine_is_for_the_small_model() -> None:
     done = launch("local.sh", "--dry-run", "--model=llama-70b", "--data-path", "a", "--save", "s")
     assert done.returncode == 2
-    assert "one machine holds llama-8b" in done.stderr
+    assert "one machine does not hold llama-70b" in done.stderr
 
 
 def test_launchers_take_values_after_an_equals_sign() -> None:

@@ -52,9 +52,7 @@ def test_another_schedule_is_refused_before_ranks_start(tmp_path) -> None:
     torch.save(common, folder / "common.pt")
     load = ["--load", str(tmp_path)]
     check_checkpoint(parse(*load, length="--train-iters 20"))
-    with pytest.raises(
-        ValueError, match=r"another schedule .*samples of the decay 80 "
-    ):
+    with pytest.raises(ValueError, match=r"another schedule .*samples of the decay 80 "):
         check_checkpoint(parse(*load, length="--train-iters 22"))
     for more in ("--override-opt_param-scheduler", "--finetune", "--no-load-optim", "--skip-train"):
         check_checkpoint(parse(*load, more, length="--train-iters 22"))
