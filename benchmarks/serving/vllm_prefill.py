@@ -252,7 +252,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def _binomial(count: int, most: int) -> float:
-    """The probability of at most so many heads in `count` throws of a coin."""
+    """Returns the probability that `count` throws of a coin show at most `most` heads."""
     return sum(math.comb(count, k) for k in range(most + 1)) / 2**count
 
 

@@ -247,7 +247,7 @@ def _show_saved(args: argparse.Namespace, given: Mapping[str, str]) -> None:
 
 
 def _check_mask(args: argparse.Namespace, plan: Plan) -> None:
-    """Refuses a saved plan for layers of which no layer of the model is one."""
+    """Refuses a saved plan whose mask no layer of the model has."""
     if args.model is None:
         return
     seen = planned_heads.planned_model(args).masks.masks
@@ -422,7 +422,7 @@ def _show(
 
 
 def _layers(mask: Mask, model: ModelSize) -> str:
-    """Says of which layers a plan is, in a model that has several kinds."""
+    """Says which layers a plan is for, in a model whose layers have several masks."""
     every = f"every {ordinal(model.window_attn_skip_freq or 1)} layer"
     if mask == Mask():
         others = " or ".join(_described(each) for each in model.masks.masks if each != mask)

@@ -285,7 +285,8 @@ class PrefillClient:
         """Takes in what has come, or the first that comes. Called with the lock."""
         due = time.monotonic() + seconds
         while not self._fetch_once(due - time.monotonic()) and time.monotonic() < due:
-            pass
+            # Nothing has come yet: wait on.
+            continue
 
     def _fetch_once(self, seconds: float) -> bool:
         """Takes in what has come; returns whether anything has."""

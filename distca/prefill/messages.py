@@ -235,7 +235,7 @@ class Told(Message, frozen=True):
 
 
 class Left(Message, frozen=True):
-    """A process that was connected is not any more: nothing is sent to it, or waits for it."""
+    """A process has disconnected: send it nothing, and do not wait for it."""
 
     inbox: str
 

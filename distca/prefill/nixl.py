@@ -103,7 +103,7 @@ class NixlAgent:
         try:
             self._agent.remove_remote_agent(name)
         except self._errors:
-            # It was not connected yet, or is not any more.
+            # It has not connected yet, or has disconnected.
             return
 
     def notify(self, name: str, message: bytes) -> None:
@@ -132,7 +132,7 @@ class NixlAgent:
             source: registered memory, which stays as it is until the write has ended.
             landing: what to write to, of an agent that is connected.
             slot: number of the slot.
-            message: what the other agent is told then.
+            message: notification that the other agent gets when the write has ended.
 
         Returns:
             A handle for `is_written`.

@@ -212,7 +212,7 @@ class Outbox:
     Args:
         rank: number of the rank.
         device: device of the rows.
-        agent: agent of NIXL; None: all goes by TCP.
+        agent: NIXL's agent; None: rows travel by TCP.
     """
 
     def __init__(self, rank: int, device: torch.device, agent: NixlAgent | None) -> None:

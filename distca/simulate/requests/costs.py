@@ -103,7 +103,7 @@ class DecodeTimes:
     row: float
 
     def seconds(self, rows: int) -> float:
-        """Returns the seconds of an iteration over so many cached tokens, of all sequences
+        """Returns the seconds of an iteration that reads `rows` cached tokens of all sequences
         together."""
         return self.step + rows * self.row
 

@@ -8,8 +8,8 @@ computing from its grant on, and the last one after it.
 Decode ranks are no engine: they are what Tetris' paper has, in the place of vLLM. Our scheduler
 cannot stand for them, since it takes no blocks for a prompt that others compute. A decode rank runs
 iterations over all that were handed over by then. A request's decode blocks are those of its prompt
-and its whole answer, so that nothing is preempted; where no decode rank has them, it waits before
-the prefill ranks are told of it.
+and its whole answer, so that nothing is preempted. If no decode rank has them, the request waits
+before it goes to the prefill ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM with and without prefill ranks: the same requests on the same GPUs, iteration by iteration.
 
-A replica is a vLLM server with so many GPUs of tensor parallelism. Its scheduler does what vLLM's
-does by default: sequences that run get tokens first, then those that wait, in the order of their
-arrival, up to a number of tokens; long prompts are computed in chunks. New requests go to the
+A replica is a vLLM server whose GPUs share a model by tensor parallelism. Its scheduler does what
+vLLM's does by default: sequences that run get tokens first, then those that wait, in the order of
+their arrival, up to a number of tokens; long prompts are computed in chunks. New requests go to the
 replica of the least load, as vLLM counts it for data-parallel replicas.
 
 Prefill ranks run the engine's own scheduler and plans, which say how long an iteration takes.

@@ -136,7 +136,7 @@ class SteppedCosts:
 
 
 def merging_bytes(rows: Int64s, shape: AttentionShape) -> Int64s:
-    """Returns the bytes of merging so many rows into sums, which are read and written."""
+    """Returns the bytes that are read and written to merge rows into sums."""
     sums = shape.heads * shape.value_dim * FLOAT32_BYTES + shape.lse_row_bytes
     return rows * (2 * sums + shape.result_row_bytes)
 
