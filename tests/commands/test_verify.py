@@ -36,7 +36,7 @@ def test_cpus_that_work_end_with_0(tmp_path: Path, capsys) -> None:
     assert lines[-1] == "all stages that this machine can run are as they should be"
     words = ["--distribution", "fixed", "--context", "1024", "--sequences", "2", "--gpus", "2"]
     sizes = "--layers 2 --hidden-size 64 --heads 8 --kv-heads 2 --head-dim 128"
-    sizes += " --ffn-hidden-size 96 --vocab-size 128 --batches 1 --systems packed tiles"
+    sizes += " --ffn-hidden-size 96 --vocab-size 128 --batches 1 --systems plain tiles"
     cluster = ["--cluster", str(tmp_path / "cluster.json")]
     assert main(["simulate", *words, *sizes.split(), *cluster, "--baseline-ideal"]) == 0
     assert "2 GPUs of this machine" in capsys.readouterr().out
