@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that training, serving and benchmarks need; quick when it is there.
-# launch/setup.sh checks: adds what the checks need, too, such as a CUDA compiler.
+# launch/setup.sh tests: adds what the tests need, too.
+# launch/setup.sh checks: the same, and a CUDA compiler.
 # launch/setup.sh megatron VERSION: makes an environment of its own to test with that megatron-core,
 #     kept for all checkouts of this user, and links it as .venv-megatron-VERSION.
 # launch/setup.sh python VERSION: the same, without Megatron, as .venv-python-VERSION.
@@ -25,6 +26,7 @@ provide_for_all() {
 stamp=$(stamp_of_checkout)
 case ${1:-} in
     '') provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference --editable ;;
+    tests) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,dev --editable ;;
     checks) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,dev,cuda-compile --editable ;;
     megatron)
         version_of_megatron "${2:-}"
@@ -42,5 +44,5 @@ case ${1:-} in
         .venv-vllm/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes \
             torchvision torchaudio torchcodec 2>/dev/null
         ;;
-    *) die "launch/setup.sh takes no $1: give nothing, checks, megatron VERSION, python VERSION or vllm" ;;
+    *) die "launch/setup.sh takes no $1: give nothing, tests, checks, megatron VERSION, python VERSION or vllm" ;;
 esac

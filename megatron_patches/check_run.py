@@ -2,8 +2,8 @@
 
     python -m megatron_patches.check_run --ranks 8 -- --distca --num-layers 4 ...
 
-It ends with 0, or with 2 and one line that says what is wrong. `megatron_patches.launch` runs it
-before it starts ranks.
+It ends with 0, or with 2 and one line that says what is wrong; lines before say what is checked.
+`megatron_patches.launch` runs it before it starts ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import logging
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+STEP = "checking: "
+"""What lines about steps begin with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,33 +26,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: flags of the run")
     args = parser.parse_args(argv)
     try:
-        check(args.flags, args.ranks)
+        check(args.flags, args.ranks, lambda step: sys.stderr.write(f"{STEP}{step}\n"))
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
-def check(flags: Sequence[str], ranks: int) -> None:
+def check(flags: Sequence[str], ranks: int, told: Callable[[str], object]) -> None:
     """Checks what needs no other process.
 
     Args:
         flags: command line of `pretrain_gpt.py`.
         ranks: number of processes of the run.
+        told: function that is called with each step that begins.
 
     Raises:
         ValueError: some flag is wrong, or something that it names cannot be used.
         OSError: a file of the tokenizer cannot be read.
     """
-    # These imports take seconds.
+    told("importing Megatron-LM")
     from megatron_patches.flags.config import DistcaConfig
     from megatron_patches.loop.preflight import check_alone
     from megatron_patches.parts import parse_args
 
+    told("flags")
     args = parse_args(flags, world_size=ranks)
     from megatron.training.global_vars import rebuild_tokenizer
 
+    told("tokenizer")
     vocab_size = rebuild_tokenizer(args).vocab_size
+    told("data, checkpoint and folders")
     check_alone(DistcaConfig.from_args(args), Namespace(**vars(args) | {"vocab_size": vocab_size}))
 
 

@@ -29,6 +29,7 @@ from torch.distributed.run import (
 )
 
 from distca.progress import progress
+from megatron_patches.check_run import STEP
 
 _SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
 _MODULE = "megatron_patches.pretrain"
@@ -80,17 +81,24 @@ def _check(args: Namespace) -> str:
     ranks = most * determine_local_world_size(args.nproc_per_node)
     command = [sys.executable, "-m", "megatron_patches.check_run", "--ranks", str(ranks), "--"]
     sys.stderr.write("checking flags and files\n")
-    with progress("python -m megatron_patches.launch", doing="still checking"):
-        done = subprocess.run(
+    written = []
+    with (
+        progress("python -m megatron_patches.launch", doing="still checking") as shown,
+        subprocess.Popen(
             [*command, *args.training_script_args],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            check=False,
-        )
+        ) as process,
+    ):
+        assert process.stderr is not None
+        for line in process.stderr:
+            written.append(line)
+            if line.startswith(STEP):
+                shown.describe(f"still {line.strip()}")
     # What a check cannot tell, the ranks do.
-    _, found, message = f"\n{done.stderr}".rpartition("\nerror: ")
-    return f"error: {message}" if found and done.returncode == 2 else ""
+    _, found, message = "".join(["\n", *written]).rpartition("\nerror: ")
+    return f"error: {message}" if found and process.returncode == 2 else ""
 
 
 def _order(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, bool, int]:

@@ -32,7 +32,7 @@ from support.launches import ROOT, launch, pretrain_flags
         ("local.sh", ["train", "--dry-run"], "train belongs to no flag"),
         ("local.sh", ["--python", "no/python"], "no no/python: launch/setup.sh makes .venv"),
         ("demo.sh", ["--dryrun"], "there is no --dryrun: --help lists"),
-        ("setup.sh", ["--help-me"], "takes no --help-me: give nothing, checks"),
+        ("setup.sh", ["--help-me"], "takes no --help-me: give nothing, tests, checks"),
         ("setup.sh", ["megatron"], "'' is no version of megatron-core: give one such as 0."),
         (
             "setup.sh",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -12,7 +13,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from distca import progress
 from megatron_patches import launch
+from megatron_patches.check_run import check
 from megatron_patches.check_run import main as check_main
 from support.pretraining import FLAGS, ROOT, TOKENIZER
 
@@ -43,6 +46,28 @@ def test_wrong_flags_start_no_rank(
     ]
 
 
+def test_lines_say_what_is_being_checked(
+    started: list[Namespace], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_TO_FIRST_LINE", 0.1)
+    assert launch.main([SCRIPT, "--num-layers", "none"]) == 2
+    assert started == []
+    first = capfd.readouterr().err.splitlines()[1]
+    assert re.fullmatch(r".*launch: 0:\d\d, still checking.*", first), first
+
+
+def test_each_step_is_told() -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match=r"none\.idx does not exist"):
+        check([*TOKENIZER, *FLAGS, "--data-path", "none", "--train-iters", "3"], 2, told.append)
+    assert told == [
+        "importing Megatron-LM",
+        "flags",
+        "tokenizer",
+        "data, checkpoint and folders",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -66,7 +91,7 @@ def test_one_process_finds_what_is_wrong(
     assert check_main(["--ranks", "2", "--", *given]) == (0 if message is None else 2)
     lines = capsys.readouterr().err.splitlines()
     if message is None:
-        assert lines == []
+        assert all(line.startswith("checking: ") for line in lines)
     else:
         assert lines[-1].startswith("error: ")
         assert message in lines[-1]
