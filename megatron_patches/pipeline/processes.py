@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from distca.attention.pinned import copy_to
 from distca.transport.collective import nccl_options
 
 _END = -1
@@ -151,12 +152,15 @@ class Control:
         self._group, self._device = group, device
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the first rank's numbers, of which the others' are as many."""
-        sent = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
+        """Returns the first rank's numbers, of which the others' are as many.
+
+        The first rank does not wait for its device.
+        """
+        sent = copy_to(torch.tensor(list(numbers), dtype=torch.int64), self._device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([sent], options).wait()
-        return sent.tolist()
+        return list(numbers) if self._group.rank() == 0 else sent.tolist()
 
     def announce(self, number: int) -> None:
         """Tells of which iterator the next global batch is: see `DataIterators.numbered`."""

@@ -145,7 +145,7 @@ def start_processes(args: Namespace) -> Any:
         processes = Processes(
             store, rank, args.world_size, dedicated, args.tensor_model_parallel_size, timeout
         )
-        processes.init_default_group("gloo")
+        processes.init_default_group("nccl" if torch.cuda.is_available() else "gloo")
         if processes.serves_only:
             pad_vocabulary(args)
             return processes
@@ -155,6 +155,12 @@ def start_processes(args: Namespace) -> Any:
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     training.initialize(args)
     return processes
+
+
+def own_device() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
@@ -169,7 +175,7 @@ def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
         return DataIterators(
             data.packed_iterator(config, args, layout, stream, 0), None, None
         ), None
-    device = torch.device("cpu")
+    device = own_device()
     planned = PlannedData.start(config, args, layout, device, processes)
     maker, control = planned.maker(stream, forward_only=False), planned.servers.control
     announce = None if control is None else partial(control.announce, TRAIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,7 +92,10 @@ def launches_syncs_and_bytes_are_counted() -> None:
     assert found.bytes_to_device == 32
     assert sum(found.syncs.values()) == 1, found.syncs
     assert counted(lambda: torch.ones(8).to("cuda", non_blocking=True)).syncs.total() == 1
-    assert counted(lambda: x[torch.zeros(8, dtype=torch.bool, device="cuda")]).syncs.total() >= 1
+    mask = torch.zeros(8, dtype=torch.bool, device="cuda")
+    assert counted(lambda: x[mask]).syncs.total() >= 1
+    assert counted(lambda: x.__setitem__(mask, 0)).syncs.total() == 0, "it is a fill"
+    assert counted(lambda: x.__setitem__(mask, x[:0])).syncs.total() >= 1
 
 
 @check
@@ -138,6 +142,51 @@ def a_capture_refuses_waits_and_pageable_copies() -> None:
     graph.capture_end()
 
 
+@check
+def a_capture_takes_the_operators_of_its_streams_on_all_threads() -> None:
+    x, w = torch.ones(3, device="cuda"), torch.ones(3, device="cuda", requires_grad=True)
+    other, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    # By default a wait of any thread ends a capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        side = threading.Thread(target=lambda: (other.add_(1), torch.cuda.synchronize()))
+        side.start()
+        side.join()
+        # Autograd's thread computes it.
+        (gradient,) = torch.autograd.grad((x * w * w).sum(), w)
+    assert other.cpu().tolist() == [2] * 3
+    assert gradient.isnan().all().item()
+    x.fill_(5)
+    graph.replay()
+    assert gradient.cpu().tolist() == [10] * 3
+
+
+@check
+def a_capture_forks_and_joins_by_events() -> None:
+    x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
+    before = side.record_event()
+
+    def capture(joins: bool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.mul_(2)
+        if joins:
+            torch.cuda.current_stream().wait_stream(side)
+        graph.capture_end()
+        return graph
+
+    capture(joins=True).replay()
+    assert x.cpu().tolist() == [2] * 3
+    with refused("has not waited for"):
+        capture(joins=False)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with refused("uncaptured work in another stream"):
+        torch.cuda.current_stream().wait_event(before)
+    graph.capture_end()
+
+
 def _two_streams(waits: bool, begin: int) -> list[Any]:
     """A write of eight numbers on one stream and of as many on another, from `begin` on."""
     x, side = torch.zeros(16, device="cuda"), torch.cuda.Stream()
@@ -167,7 +216,7 @@ def a_missing_wait_is_a_race_where_bytes_overlap() -> None:
 def memory_freed_while_another_stream_uses_it_is_a_race() -> None:
     side = torch.cuda.Stream()
 
-    def run(told: bool, waits: bool) -> list[str]:
+    def run(told: bool, waits: str) -> list[str]:
         def call() -> None:
             x = torch.ones(8, device="cuda")
             side.wait_stream(torch.cuda.current_stream())
@@ -175,15 +224,20 @@ def memory_freed_while_another_stream_uses_it_is_a_race() -> None:
                 x.add_(1)
             if told:
                 x.record_stream(side)
-            if waits:
+            if waits == "before":
                 torch.cuda.current_stream().wait_stream(side)
             del x
+            if waits == "after":
+                torch.cuda.current_stream().wait_stream(side)
+            # It may have the same memory.
+            torch.ones(8, device="cuda")
 
         return races(logged(call))
 
-    assert len(run(told=False, waits=False)) == 1
-    assert not run(told=True, waits=False)
-    assert not run(told=False, waits=True)
+    assert len(run(told=False, waits="never")) == 1
+    assert not run(told=True, waits="never")
+    assert not run(told=False, waits="before")
+    assert not run(told=False, waits="after")
 
 
 def _flash(queries: int, tasks: int, most: int, dtype: Any = torch.bfloat16) -> Any:

@@ -51,8 +51,9 @@ def install() -> None:
     torch.Tensor.record_stream = _record_stream  # type: ignore[assignment]
     torch.accelerator.current_stream = current_stream
     torch.accelerator.synchronize = synchronize
-    from support.simgpu import kernels, nccl
+    from support.simgpu import kernels, lacking, nccl
 
+    lacking.install(native)
     kernels.install(native)
     nccl.install(native)
 
@@ -73,12 +74,16 @@ def _quiet_errors() -> Iterator[None]:
 
 _OURS = tuple(str(machine.ROOT / each) for each in ("distca", "megatron_patches", "examples"))
 
+_MEGATRON = f"{os.sep}site-packages{os.sep}megatron{os.sep}"
+
 
 def _where() -> str:
-    """The line of the project that is running."""
+    """The line of the project, or of Megatron, that is running."""
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.startswith(_OURS):
             return f"{Path(frame.filename).relative_to(machine.ROOT)}:{frame.lineno}"
+        if _MEGATRON in frame.filename:
+            return f"megatron/{frame.filename.partition(_MEGATRON)[2]}:{frame.lineno}"
     return "elsewhere"
 
 
@@ -179,8 +184,8 @@ class Graph:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._number = id(self)
 
-    def capture_begin(self, *_: Any, **__: Any) -> None:
-        native.begin_capture(self._number)
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        native.begin_capture(self._number, capture_error_mode == "global")
 
     def capture_end(self) -> None:
         native.end_capture(self._number)

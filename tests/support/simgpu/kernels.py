@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.simgpu.lacking import launch
+
 _libraries: list[Any] = []
 
 
 def install(native: Any) -> None:
-    """Registers torch's own FlashAttention 2 for the simulated devices, and what CPUs lack."""
+    """Registers torch's own FlashAttention 2 for the simulated devices."""
     import torch
 
     library = torch.library.Library("aten", "IMPL")
@@ -24,40 +26,11 @@ def install(native: Any) -> None:
     def backward(*values: Any, **options: Any) -> Any:
         return _flash_backward(native, *values, **options)
 
-    def matmul(a: Any, b: Any, out_dtype: Any) -> Any:
-        out = torch.empty(len(a), b.shape[1], dtype=out_dtype, device=a.device)
-        _launch(
-            native,
-            "aten::mm.dtype",
-            [a, b],
-            [out],
-            lambda a, b, out: out.copy_(a.float() @ b.float()),
-        )
-        return out
-
-    def histogram(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-        out = torch.empty(bins, dtype=x.dtype, device=x.device)
-        _launch(
-            native,
-            "aten::histc",
-            [x],
-            [out],
-            lambda x, out: out.copy_(torch.histc(x.float(), bins, min, max)),
-        )
-        return out
-
     for name, call in (
         ("_flash_attention_forward", forward),
         ("_flash_attention_backward", backward),
-        ("mm.dtype", matmul),
-        ("histc", histogram),
     ):
         library.impl(name, call, "CUDA")
-
-
-def _launch(native: Any, name: str, reads: Any, writes: Any, call: Any) -> None:
-    """Runs `call` with the CPU's views of all tensors, now and whenever its graph is replayed."""
-    native.launch(name, reads, writes, lambda: call(*map(native.as_cpu, (*reads, *writes))))
 
 
 def refuse(condition: Any, why: str) -> None:
@@ -170,7 +143,7 @@ def _flash_forward(
         # Version 2 gives plus infinity to a row without keys.
         lse_HT.copy_(lse_TH.masked_fill(lse_TH == float("-inf"), float("inf")).T)
 
-    _launch(native, "_flash_attention_forward", reads, [out, lse_HT], call)
+    launch(native, "_flash_attention_forward", reads, [out, lse_HT], call)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     return out, lse_HT, state, state.new_empty(0), q.new_empty(0)
 
@@ -219,5 +192,5 @@ def _flash_backward(
             gradient.copy_(its)
 
     reads = [dout, q, k, v, out, lse_HT, cu_q, cu_k]
-    _launch(native, "_flash_attention_backward", reads, gradients, call)
+    launch(native, "_flash_attention_backward", reads, gradients, call)
     return tuple(gradients)

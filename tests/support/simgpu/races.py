@@ -76,8 +76,9 @@ def races(log: Iterable[Sequence[Any]]) -> list[str]:
 
     Each stream has a vector clock. An event carries the clock of its stream. A stream or the host
     that waits for the event takes that clock over. What the host starts comes after everything that
-    the host has waited for. Memory that is freed while another stream may still use it is a race,
-    too, unless `record_stream` has told the allocator.
+    the host has waited for. Memory that is freed while another stream may still use it goes to what
+    its own stream does next. That is a race unless its stream waits before, or `record_stream` has
+    told the allocator.
     """
     clocks: defaultdict[int, Clock] = defaultdict(lambda: defaultdict(int))
     host: Clock = defaultdict(int)
@@ -85,6 +86,7 @@ def races(log: Iterable[Sequence[Any]]) -> list[str]:
     uses: defaultdict[int, list[_Use]] = defaultdict(list)
     homes: dict[int, int] = {}
     kept: defaultdict[int, set[int]] = defaultdict(set)
+    late: defaultdict[int, list[tuple[int, _Use]]] = defaultdict(list)
     found: list[str] = []
     captured = False
 
@@ -118,21 +120,23 @@ def races(log: Iterable[Sequence[Any]]) -> list[str]:
             kept[record.a].add(stream)
         elif kind == "free":
             home = homes.get(record.a, stream)
-            ours = clocks[home]
-            late = {
-                (use.name, use.stream)
+            late[home] += [
+                (record.b, use)
                 for use in uses.pop(record.a, [])
-                if use.stream != home
-                and use.stream not in kept[record.a]
-                and max(ours[use.stream], host[use.stream]) < use.time
-            }
-            found += [
-                f"{record.b} bytes are freed while {name} of stream {other} may use them"
-                for name, other in sorted(late)
+                if use.stream != home and use.stream not in kept[record.a]
             ]
         elif kind in ("op", "copy", "graph_op") and not captured:
             clock = clocks[stream]
             learn(clock, host)
+            freed = {
+                (size, use.name, use.stream)
+                for size, use in late.pop(stream, [])
+                if clock[use.stream] < use.time
+            }
+            found += [
+                f"{size} bytes are freed while {name} of stream {other} may use them"
+                for size, name, other in sorted(freed)
+            ]
             clock[stream] += 1
             for base, begin, end, written in record.accesses:
                 new = _Use(begin, end, bool(written), stream, clock[stream], record.name)

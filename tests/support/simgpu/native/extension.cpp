@@ -67,14 +67,14 @@ void launch(const std::string& name, const std::vector<Tensor>& reads,
   for (auto& each : writes) touch(each, true, accesses), will_write(each);
   call();
   if (capturing()) {
-    for (auto& each : writes) capture().graph->made.push_back(each.storage());
+    for (auto& each : writes) captured_graph()->made.push_back(each.storage());
     Captured captured;
     captured.call = call;
     captured.accesses = accesses;
     captured.name = name;
-    capture().graph->calls.push_back(std::move(captured));
+    take(std::move(captured));
   }
-  note(capture().replaying ? "graph_op" : "op", name, here().device, 0, 0, std::move(accesses));
+  note(replaying() ? "graph_op" : "op", name, here().device, 0, 0, std::move(accesses));
 }
 
 }  // namespace simgpu
@@ -98,7 +98,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("locate_syncs", [](py::object where) { log().where = where; });
   m.def("launch", &launch);
   m.def("note", [](std::string kind, int device, int64_t stream, int64_t a) {
-    log().add({kind, "", device, stream_key(device, stream), a});
+    auto key = stream_key(device, stream);
+    if (kind == "record")
+      note_record(device, key, a);
+    else if (kind == "wait")
+      note_wait(device, key, a);
+    else
+      log().add({kind, "", device, key, a});
   });
   // Python's lock may be wanted by what waits.
   m.def("synchronize", [](std::string name, int device, int64_t a, int64_t stream) {

@@ -6,6 +6,7 @@
 
 #include <map>
 
+#include "capture.h"
 #include "log.h"
 
 namespace simgpu {
@@ -14,7 +15,6 @@ struct Machine {
   int devices = 1;
   int64_t capacity = int64_t(1) << 30;
   std::atomic<int64_t> next_stream{100}, next_event{1};
-  std::atomic<int> capturing{0};
 };
 inline Machine& machine() {
   static Machine* it = new Machine;
@@ -43,10 +43,17 @@ inline void note(std::string kind, std::string name, int device, int64_t a = 0, 
 
 // The host waits. CUDA refuses that while a stream captures.
 inline void note_sync(const std::string& name, int device, int64_t a = 0, int64_t stream = 0) {
-  TORCH_CHECK(!machine().capturing, "CUDA error: operation not permitted when stream is capturing (",
-              name, ")");
-  if (!log().on()) return;
-  log().add({"sync", name, device, stream ? stream : current_key(device), a});
+  stream = stream ? stream : current_key(device);
+  capture_state().refuse_wait(name, stream);
+  if (log().on()) log().add({"sync", name, device, stream, a});
+}
+inline void note_record(int device, int64_t stream, int64_t event) {
+  capture_state().record(stream, event);
+  log().add({"record", "", device, stream, event});
+}
+inline void note_wait(int device, int64_t stream, int64_t event) {
+  capture_state().wait(stream, event);
+  log().add({"wait", "", device, stream, event});
 }
 
 // Memory of the devices, or pinned memory: where it lies and how much is in use.
@@ -209,10 +216,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     if (!*event) *event = reinterpret_cast<void*>(machine().next_event++);
-    log().add({"record", "", on.device_index(), key(on), (int64_t)*event});
+    note_record(on.device_index(), key(on), (int64_t)*event);
   }
   void block(void* event, const c10::Stream& on) const override {
-    log().add({"wait", "", on.device_index(), key(on), (int64_t)event});
+    note_wait(on.device_index(), key(on), (int64_t)event);
   }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }

@@ -93,36 +93,41 @@ inline std::map<int64_t, Graph>& graphs() {
   static auto* it = new std::map<int64_t, Graph>;
   return *it;
 }
-struct Capture {
-  Graph* graph = nullptr;
-  bool replaying = false;
-};
-inline Capture& capture() {
-  static thread_local Capture it;
+inline Graph*& captured_graph() {
+  static Graph* it = nullptr;
   return it;
 }
-inline bool capturing() { return capture().graph && !capture().replaying; }
+inline bool& replaying() {
+  static thread_local bool it = false;
+  return it;
+}
+// Whether an operator of the current stream becomes part of a graph, on whatever thread.
+inline bool capturing() {
+  return capture_state().on() && !replaying() && capture_state().takes(current_key(here().device));
+}
+inline void take(Captured call) {
+  captured_graph()->calls.push_back(std::move(call));
+  capture_state().use(current_key(here().device));
+}
 // Nothing runs in a real capture: what is written in it is put back at its end.
 inline void will_write(const Tensor& tensor) {
   if (!capturing() || !tensor.defined() || !tensor.has_storage()) return;
   auto storage = tensor.storage();
-  auto& before = capture().graph->before;
+  auto& before = captured_graph()->before;
   if (before.count(storage.unsafeGetStorageImpl())) return;
   std::string bytes(static_cast<const char*>(storage.data()), storage.nbytes());
   before.emplace(storage.unsafeGetStorageImpl(), std::make_pair(storage, std::move(bytes)));
 }
-inline void begin_capture(int64_t id) {
-  TORCH_CHECK(!machine().capturing, "CUDA error: a capture is under way");
+inline void begin_capture(int64_t id, bool all_threads) {
+  capture_state().begin(current_key(here().device), all_threads);
   note("capture_begin", "", here().device, id);
   auto& graph = graphs()[id];
   graph = Graph();
-  capture().graph = &graph;
-  machine().capturing = 1;
+  captured_graph() = &graph;
 }
 inline void end_capture(int64_t id) {
-  auto* graph = std::exchange(capture().graph, nullptr);
+  auto* graph = std::exchange(captured_graph(), nullptr);
   TORCH_CHECK(graph, "CUDA error: no capture is under way");
-  machine().capturing = 0;
   for (auto& [impl, entry] : graph->before)
     if (!entry.second.empty())
       std::memcpy(entry.first.mutable_data(), entry.second.data(), entry.second.size());
@@ -130,6 +135,7 @@ inline void end_capture(int64_t id) {
     if (storage.nbytes()) std::memset(storage.mutable_data(), 0xFF, storage.nbytes());
   graph->before.clear();
   note("capture_end", "", here().device, id);
+  capture_state().end();
 }
 
 // ---- copies to the host that nobody has waited for have not arrived
@@ -179,6 +185,9 @@ inline void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   bool indexes = indexing_operators().count(name);
   size_t count = schema.arguments().size(), begin = stack->size() - count;
   std::vector<IValue> inputs(stack->begin() + begin, stack->end());
+  // A mask and a number of the host: that fills, without asking where the mask is true.
+  bool fills = name == "aten::_index_put_impl_" && inputs[2].toTensor().numel() == 1 &&
+               !is_on_device(inputs[2].toTensor()) && !inputs[3].toBool();
   std::vector<Access> accesses;
   std::vector<std::pair<Tensor, Tensor>> pairs;  // of the CPU, of the device
   int device = -1;
@@ -218,7 +227,7 @@ inline void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
       for (std::optional<Tensor> each : value.toOptionalTensorList()) {
         bool mask = each && each->defined() &&
                     (each->scalar_type() == at::kBool || each->scalar_type() == at::kByte);
-        if (mask) note_sync("mask in " + name, here().device);
+        if (mask && !fills) note_sync("mask in " + name, here().device);
         lowered.push_back(each && each->defined() ? std::optional(lower(*each, written)) : each);
       }
       value = lowered;
@@ -253,7 +262,7 @@ inline void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     if (result.device().type() != c10::kCPU) return result;
     auto made = as_device(result, device);
     touch(made, true, accesses);
-    if (capturing()) capture().graph->made.push_back(made.storage());
+    if (capturing()) captured_graph()->made.push_back(made.storage());
     return made;
   };
   for (size_t i = 0; i < results; ++i) {
@@ -273,9 +282,9 @@ inline void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     call.outputs.assign(stack->begin() + first, stack->end());
     call.accesses = accesses;
     call.name = name;
-    capture().graph->calls.push_back(std::move(call));
+    take(std::move(call));
   }
-  note(capture().replaying ? "graph_op" : "op", name, device, 0, 0, std::move(accesses));
+  note(replaying() ? "graph_op" : "op", name, device, 0, 0, std::move(accesses));
 }
 
 // ---- operators that make, view or copy memory
@@ -339,7 +348,7 @@ inline Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     TORCH_CHECK(pins || !capturing(), "CUDA error: operation not permitted when stream is capturing",
                 " (a copy of pageable memory ", name, ")");
     if (!pins || !non_blocking) note_sync(name + (pins ? ", blocking" : ", pageable"), device);
-    delayed = pins && non_blocking && leaves && !capturing() && !capture().replaying;
+    delayed = pins && non_blocking && leaves && !capturing() && !replaying();
     if (lands && pins) arrive();
   }
   if (delayed) {
@@ -358,10 +367,10 @@ inline Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     call.from = from;
     call.accesses = accesses;
     call.name = name;
-    capture().graph->calls.push_back(std::move(call));
+    take(std::move(call));
   }
   if (to.numel())
-    note(capture().replaying ? "graph_op" : lands == leaves ? "op" : "copy", name, device, 0,
+    note(replaying() ? "graph_op" : lands == leaves ? "op" : "copy", name, device, 0,
          (int64_t)to.nbytes(), std::move(accesses));
   return to;
 }
@@ -414,7 +423,7 @@ inline int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&,
 inline void replay(int64_t id) {
   at::AutoDispatchBelowADInplaceOrView below;
   note("replay", "", here().device, id);
-  capture().replaying = true;
+  replaying() = true;
   auto put = [](const Tensor& to, const Tensor& found) {
     if (!is_on_device(to) || !found.defined() || to.storage().data() == found.storage().data())
       return;
@@ -438,7 +447,7 @@ inline void replay(int64_t id) {
       }
     }
   }
-  capture().replaying = false;
+  replaying() = false;
 }
 
 }  // namespace simgpu

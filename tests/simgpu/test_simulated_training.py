@@ -1,0 +1,183 @@
+"""Training with `--distca` on simulated GPUs: losses and gradients of CPUs, and nothing races."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.models import StepsDone, train, whole_gradients
+from support.parity import RECOMPUTE, WHOLE, relative
+from support.pipelines import WINDOW, documents
+from support.pretraining import FLAGS, LOSS, TOKENIZER, run
+from support.simgpu.machine import Machine, built_or_skip
+from support.simgpu.order import out_of_order
+from support.simgpu.packages import WITHOUT_PACKAGES
+
+RANKS = 2
+WAITS = re.compile(r" at (distca/|megatron_patches/(?!model/cuda_graphs))")
+"""Waits of our own, whose place is in the project."""
+BUDGETS: dict[str, dict[str, int]] = json.loads(
+    (Path(__file__).parent / "training_budgets.json").read_text()
+)
+"""Most launches of all ranks together, and waits of one, in a step of each job."""
+
+LENGTHS = [*(1, 300, 5, 1, 129, 588), *(200, 700, 124), 1024, *([128] * 8)]
+GROUPED = "--group-query-attention --num-query-groups 2".split()
+WHOLE_WINDOWS = [*GROUPED, *"--seq-length 1024 --global-batch-size 4".split()]
+HALVES = [*GROUPED, *"--seq-length 512 --global-batch-size 8".split()]
+STAGES = f"""
+    --seq-length {WINDOW} --global-batch-size 3 --num-layers 4 --pipeline-model-parallel-size 2
+""".split()
+LATENT = f"""
+    --seq-length {WINDOW // 2} --global-batch-size 6 --multi-latent-attention --q-lora-rank 24
+    --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm
+    --rotary-scaling-factor 4 --mscale-all-dim 0.7
+""".split()
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-layer-freq [1]*2
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 0.5 --expert-model-parallel-size 2 --distca-placement sequential
+""".split()
+OVERLAPPING = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel".split()
+KEEP, WINDOWS = ["--distca-backward", "keep"], ["--window-size", "100,0"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """See `support.simgpu.training.Job`."""
+
+    ranks: int
+    flags: list[str]
+    lengths: list[int]
+    steps: int = 1
+
+
+def job(*flags: str, ranks: int = RANKS, steps: int = 1, windows: bool = False) -> Job:
+    """A job with `--distca`; `windows`: its documents are those of pipelines."""
+    return Job(ranks, ["--distca", *flags], (documents(3) if windows else LENGTHS) * steps, steps)
+
+
+JOBS = {
+    "one rank": job(*WHOLE_WINDOWS, ranks=1),
+    "ping-pong": job(*HALVES),
+    "keep, windows, whole": job(*HALVES, *KEEP, *WINDOWS, WHOLE),
+    "greedy, recomputed": job(*HALVES, "--distca-scheduler", "greedy", *RECOMPUTE),
+    "TP2-SP": job(*WHOLE_WINDOWS, *SPLIT),
+    "PP2": job(*GROUPED, *STAGES, windows=True),
+    "dedicated": job(*WHOLE_WINDOWS, "--distca-servers", "dedicated:1"),
+    "latents, keep": job(*LATENT, *KEEP, windows=True),
+    "experts": job(*HALVES, *EXPERTS),
+    "graphs": job(*HALVES, "--distca-cuda-graphs"),
+    "sharded optimizer": job(*HALVES, *OVERLAPPING, steps=2),
+}
+
+
+MORE = "--train-iters 5 --hidden-dropout 0 --bf16 --transformer-impl local".split()
+
+
+def test_a_checkpoint_of_gpus_is_loaded_on_a_cpu(corpus: str, tmp_path: Path) -> None:
+    """The whole loop, as a user starts it; the losses after the checkpoint are the same."""
+    built_or_skip()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), "pretrain_gpt.py", *TOKENIZER, *FLAGS]
+    command += ["--data-path", corpus, "--distca", *MORE, *WITHOUT_PACKAGES]
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    ran = Machine(RANKS).run([*command, *save], seconds=500, PYTHONUNBUFFERED="1")
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    losses = {int(number): float(loss) for number, loss in LOSS.findall(ran.stdout)}
+    load = ["--load", str(tmp_path), "--ckpt-step", "2"]
+    continued, _ = run(1, corpus, "--distca", *MORE, *load)
+    assert {int(number): float(loss) for number, loss in continued.items()} == {
+        number: pytest.approx(losses[number], rel=2e-3) for number in (3, 5)
+    }
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw of each job; all run in the same processes."""
+    built_or_skip()
+    folder = tmp_path_factory.mktemp("trained")
+    environment = Machine(RANKS).environment() | {
+        # Megatron refuses tensor parallelism without.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1"
+    }
+    jobs = {name: asdict(each) for name, each in JOBS.items()}
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "support.simgpu.training"),
+                json.dumps([jobs, rank, str(folder)]),
+            ],
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=500)
+            assert process.returncode == 0, errors.decode()[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return [pickle.loads((folder / f"rank {rank}").read_bytes()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_and_gradients_are_the_cpus_and_nothing_races(
+    ranks: Any, on_gpus: list[dict[str, Any]], name: str
+) -> None:
+    each = JOBS[name]
+    flags = ["--bf16", *(flag for flag in each.flags if flag != "--distca-cuda-graphs")]
+    expected: list[StepsDone] = ranks.run(
+        train, flags, each.lengths, each.steps, world_size=each.ranks
+    )
+    found = [its[name] for its in on_gpus[: each.ranks]]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.races == []
+        assert mine.done.bytes_counted == theirs.bytes_counted
+        # Norms round otherwise in their backward pass, of which later steps come.
+        assert mine.done.losses[:1] == pytest.approx(theirs.losses[:1], rel=1e-6)
+        assert mine.done.grad_norms[:1] == pytest.approx(theirs.grad_norms[:1], rel=3e-4)
+        assert mine.done.losses == pytest.approx(theirs.losses, rel=1e-3)
+    if not expected[0].gradients:
+        return
+    gradients = whole_gradients([its.done for its in found])
+    wanted = whole_gradients(expected)
+    assert gradients.keys() == wanted.keys()
+    apart = {key: relative(gradients[key], wanted[key]) for key in wanted}
+    assert max(apart.values()) < 0.01, apart
+
+
+@pytest.mark.parametrize("name", [name for name, each in JOBS.items() if each.ranks > 1])
+def test_ranks_ask_nccl_in_one_order(on_gpus: list[dict[str, Any]], name: str) -> None:
+    calls = {its[name].process: its[name].calls for its in on_gpus}
+    assert all(calls.values())
+    assert out_of_order(calls) == []
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_step_keeps_to_its_budget(on_gpus: list[dict[str, Any]], name: str) -> None:
+    """A change that costs more launches or waits shows as a larger number in the file.
+
+    What waits in a step is Megatron's, and nothing of ours but the capture of graphs.
+    """
+    ranks = [its[name] for its in on_gpus[: JOBS[name].ranks]]
+    # A dedicated server has no steps.
+    found = [its for its in ranks if its.done.losses]
+    spent = {
+        "launches": sum(its.launches for its in found),
+        "syncs": max(sum(its.syncs.values()) for its in found),
+    }
+    assert all(spent[kind] <= BUDGETS[name][kind] for kind in spent), (spent, BUDGETS[name])
+    ours = {place for its in found for place in its.syncs if WAITS.search(place)}
+    assert not ours, ours
