@@ -31,23 +31,27 @@ from distca.commands.described import (
 )
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_progress import simulating
-from distca.commands.simulate_report import as_json, format_choices, plot_choices
-from distca.commands.verdict import Verdict
+from distca.commands.simulate_report import as_json, format_choices, format_parts, plot_choices
+from distca.commands.verdict import Verdict, fastest
 from distca.cost.latent_rows import LATENT_ROWS
 from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
 from distca.plan.span import Int64s
+from distca.progress import progress
 from distca.schedule.baselines.hybrid_cp import find_balanced_scheduler
 from distca.simulate import (
     DISTCA_SYSTEMS,
     MEGATRON,
     SYSTEMS,
+    Breakdown,
     Choice,
     Workload,
     advise,
+    break_down,
     pack_sequences,
     save_trace,
     simulate,
 )
+from distca.simulate.bounds import Bounds
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import divisions
@@ -257,15 +261,18 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
     _check_divides(args, workload)
     batches = _batches(args)
     choices = _advise(args, workload, batches)
+    parts = _parts(choices, workload, batches[0])
     # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
         best = Verdict.of(choices).distca
-        _write(json.dumps([as_json(choice, workload, best) for choice in choices], indent=1))
+        rows = [as_json(each, workload, best, parts.get(each.system)) for each in choices]
+        _write(json.dumps(rows, indent=1))
     else:
         table = format_choices(choices, workload, len(batches))
-        _write("\n".join([table, *Verdict.of(choices).how_to_train(workload)]))
+        told = [format_parts(parts)] if parts else []
+        _write("\n".join([table, *told, *Verdict.of(choices).how_to_train(workload)]))
     if args.plot is not None:
-        plot_choices(choices, workload, args.plot)
+        plot_choices(choices, workload, parts, args.plot)
     if args.trace is not None:
         _trace(args.trace, workload, batches[0], choices)
 
@@ -330,6 +337,21 @@ def _advise(
             trials,
         )
     return choices
+
+
+def _parts(
+    choices: Sequence[Choice], workload: Workload, batch: list[Int64s]
+) -> dict[str, Breakdown]:
+    """Says what an iteration's time is spent on with DistCA and with the fastest of the others."""
+    best, bounds = Verdict.of(choices).distca, Bounds(workload, batch)
+    peer = fastest(choices, [name for name in SYSTEMS if name not in DISTCA_SYSTEMS])
+    found: dict[str, Breakdown] = {}
+    with progress("distca simulate", doing="telling apart what time is spent on"):
+        for choice in (best, peer):
+            # Their plans would be made once more, which takes minutes.
+            if choice and choice.candidate and not bounds.has_many_ticks(choice.candidate):
+                found[choice.system] = break_down(choice.candidate, workload, batch)
+    return found
 
 
 def _check_divides(args: argparse.Namespace, workload: Workload) -> None:

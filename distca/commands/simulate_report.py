@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from distca.commands.command_line import make_figure
 from distca.commands.verdict import TITLES, Verdict, is_plain, speed_up
-from distca.palette import BLACK, ORANGE, SKY_BLUE
-from distca.simulate import DISTCA_SYSTEMS, Choice, Workload, training_flags
+from distca.palette import BLACK, GREY, IN_TURN, ORANGE, PURPLE, SKY_BLUE
+from distca.simulate import DISTCA_SYSTEMS, Breakdown, Choice, Workload, training_flags
 from distca.simulate.baselines import WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
 from distca.simulate.flags import megatron_flags
 from distca.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CHARGED = (
     "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
@@ -36,18 +40,35 @@ UNCHARGED = (
 )
 
 
-def as_json(choice: Choice, workload: Workload, best: Choice | None) -> dict[str, object]:
+PARTS = {
+    "linear": "linear layers, shared out evenly",
+    "attention": "core attention, shared out evenly",
+    "collectives": "collectives of tensor and expert parallelism",
+    "launches": "launches, half-filled waves",
+    "copies": "copies around exchanges",
+    "interference": "compute slowed down by exchanges",
+    "exchanges": "exchanges and reductions that nothing hides",
+    "waiting": "imbalance, bubbles, cut documents",
+}
+"""Titles of the parts of `Breakdown`, in the order of the report."""
+
+
+def as_json(
+    choice: Choice, workload: Workload, best: Choice | None, parts: Breakdown | None = None
+) -> dict[str, object]:
     """Returns a row: all figures, and the arguments to train so, null where training cannot.
 
     Args:
         choice: system in its best configuration.
         workload: model, cluster and sizes.
         best: the fastest of DistCA's, which rows are held against; None: there is none.
+        parts: what an iteration's time is spent on; None: it is not known.
     """
     row = asdict(choice)
     # JSON has no NaN.
     row = {name: None if value != value else value for name, value in row.items()}
     row["flags"] = row["distca_over_it"] = None
+    row["seconds_by_part"] = None if parts is None else asdict(parts)
     if choice.candidate is None:
         return row
     if best is not None:
@@ -108,6 +129,29 @@ def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) 
     )
 
 
+def format_parts(parts: Mapping[str, Breakdown]) -> str:
+    """Returns a table of what iterations' time is spent on, without a newline at the end.
+
+    Args:
+        parts: of each system that is shown.
+    """
+    lines = ["Where the time of an iteration goes, in seconds (first batch):"]
+    lines.append(f"{'':48}" + "".join(f"{TITLES[system]:>30}" for system in parts))
+    for part, title in PARTS.items():
+        line = f"  {title:46}"
+        for each in parts.values():
+            # A little below 0 is nothing: see `Breakdown`.
+            seconds = abs(max(getattr(each, part), 0.0))
+            line += f"{seconds:>21.3f}{f'({seconds / each.seconds:.1%})':>9}"
+        lines.append(line)
+    for system, each in parts.items():
+        less = sorted(each.less_for_a_percent().items(), key=lambda item: item[1])
+        if system in DISTCA_SYSTEMS and less:
+            found = ", or ".join(f"{share:.0%} less of {PARTS[part]}" for part, share in less)
+            lines.append(f"{TITLES[system]} would take 1% less time with {found}.")
+    return "\n".join(lines)
+
+
 def _why_not(choice: Choice, workload: Workload) -> str:
     """Why a system has no configuration."""
     if choice.tried:
@@ -128,15 +172,27 @@ def charged_line(charges: Charges) -> str:
     )
 
 
-def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> None:
-    """Draws tokens per second and memory of each system; the suffix says in which format.
+def plot_choices(
+    choices: Sequence[Choice], workload: Workload, parts: Mapping[str, Breakdown], path: Path
+) -> None:
+    """Draws tokens per second and memory of each system, and what time is spent on.
+
+    Args:
+        choices: systems, each in its best configuration.
+        workload: model, cluster and sizes.
+        parts: parts of the time of an iteration of some systems; empty: they are not drawn.
+        path: a picture; its suffix says in which format.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: the suffix is no format that matplotlib can write.
     """
-    figure = make_figure(figsize=(11, 0.7 * len(choices) + 2.5))
-    speed, memory = figure.subplots(1, 2, sharey=True)
+    figure = make_figure(figsize=(11, 0.7 * (len(choices) + 2 * len(parts)) + 2.5 + bool(parts)))
+    heights = [len(choices), 2 * len(parts) + 1] if parts else [1]
+    above, *below = figure.subfigures(len(heights), squeeze=False, height_ratios=heights).ravel()
+    speed, memory = above.subplots(1, 2, sharey=True)
+    for each in below:
+        _plot_parts(parts, each.subplots())
     names = [TITLES[choice.system] for choice in choices]
     # Bars are light enough for black text on them.
     thousands = np.nan_to_num([choice.tokens_per_second for choice in choices]) / 1e3
@@ -149,6 +205,19 @@ def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> N
     speed.invert_yaxis()
     speed.set(xlabel="thousand tokens/s, all GPUs")
     memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
-    figure.suptitle(f"{workload.gpus} GPUs of {workload.cluster.name}: simulated")
+    above.suptitle(f"{workload.gpus} GPUs of {workload.cluster.name}: simulated")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _plot_parts(parts: Mapping[str, Breakdown], axes: Axes) -> None:
+    """Draws a bar for each system, with the parts of an iteration one after the other."""
+    names = [TITLES[system] for system in parts]
+    ends = np.zeros(len(parts))
+    for (part, title), colour in zip(PARTS.items(), (*IN_TURN, GREY, PURPLE), strict=True):
+        seconds = np.array([max(getattr(each, part), 0.0) for each in parts.values()])
+        axes.barh(names, seconds, left=ends, color=colour, label=title)
+        ends = ends + seconds
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds of an iteration (first batch)")
+    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25))

@@ -14,6 +14,7 @@ from distca.schedule.program import Ablation
 from distca.simulate.advice import advise
 from distca.simulate.baselines import BASELINES, MEGATRON, simulate_baseline
 from distca.simulate.bins import BaselineLayout
+from distca.simulate.breakdown import Breakdown, break_down
 from distca.simulate.charges import PUBLISHED, UNCHARGED, Charges
 from distca.simulate.cluster import CLUSTERS, Cluster, peak_tflops
 from distca.simulate.costs import ModelCosts
@@ -43,6 +44,7 @@ __all__ = [
     "UNCHARGED",
     "Ablation",
     "BaselineLayout",
+    "Breakdown",
     "Candidate",
     "Charges",
     "Choice",
@@ -53,6 +55,7 @@ __all__ = [
     "Transfer",
     "Workload",
     "advise",
+    "break_down",
     "candidates",
     "divisions",
     "pack_sequences",

@@ -313,13 +313,15 @@ class _Search:
     def _least(self, candidate: Candidate) -> float:
         """Returns seconds that a configuration takes at least in the first round.
 
-        An `estimate` is no bound, as idle stages may take more than their share of a tick.
+        An `estimate` is no bound, as idle stages may take more than their share of a tick. Where
+        there are many ticks, some of them tell more.
         """
         seconds = self.bound(candidate)
         if candidate.system in DISTCA_SYSTEMS and candidate.stages > 1:
             first = self.batches[: self._first]
-            return max(seconds, sum(estimate(candidate, self.workload, each) for each in first))
-        return seconds
+            seconds = max(seconds, sum(estimate(candidate, self.workload, each) for each in first))
+        samples = [bounds.sample(candidate) for bounds in self.bounds]
+        return max(seconds, sum(each.least for each in samples if each is not None))
 
     def _take(self, number: int, fitting: Sequence[Candidate]) -> list[Candidate]:
         """Takes the next configurations from `left`, but for those that `Effort.keep` leaves out.
@@ -330,17 +332,25 @@ class _Search:
         """
         left = self.left
         some: list[Candidate] = []
-        wave = _WAVE if self.effort.alternatives is None else _PAIR
+        wave = min(number, _WAVE if self.effort.alternatives is None else _PAIR)
         most = self._most
         for candidate in left:
-            if len(some) == min(number, wave):
+            if len(some) == max(wave, self._considered(number)):
                 break
             before = (*fitting, *some)
             divided = any(only_divides_further(candidate, other) for other in before)
             if not divided and self._least(candidate) <= most:
                 some.append(candidate)
+        if len(some) > wave:
+            some = sorted(some, key=self._least)[:wave]
         left[:] = [candidate for candidate in left if candidate not in some]
         return some
+
+    def _considered(self, number: int) -> int:
+        """Returns how many of the next configurations are held against each other before they run:
+        those with many ticks take so long that the ones which promise most come first."""
+        many = any(self.bounds[0].has_many_ticks(each) for each in self.left[:number])
+        return number if many else 0
 
     def in_all_batches(self, best: Candidate) -> Candidate | None:
         """Returns the best configuration if it fits in all batches, else one that does: of those
@@ -376,8 +386,8 @@ class _Search:
         """Replaces the best configuration by its best variants, in the order of the sweeps.
 
         Where the first round has one batch, variants that are clearly slower in it run no others.
-        Where that batch alone chooses, among many server pools, a few of these tell which variant
-        is fastest.
+        Where that batch alone chooses, among many server pools or ticks, a few of these tell which
+        variant is fastest.
         """
         first, count = self._first, self._compared_batches
         for variants, worth_it in self.effort.sweeps:
@@ -387,6 +397,9 @@ class _Search:
                 fit = [best, *(c for c in tried if self._least_memory(c) <= usable)]
                 least = min(map(self.bound, fit))
                 best = next(c for c in fit if self.bound(c) <= worth_it * least)
+                continue
+            if count == 1 and all(map(self.bounds[0].has_many_ticks, (best, *tried))):
+                best = self._best_by_samples([best, *tried], worth_it)
                 continue
             most = max(worth_it, _NEAR) * self._seconds(best, first)
             tried = [c for c in tried if c.pool_size is None or self.bound(c) <= most]
@@ -400,6 +413,18 @@ class _Search:
             best = next(c for c in able if self._seconds(c, count) <= worth_it * fastest)
         return best
 
+    def _best_by_samples(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
+        """Returns the first of configurations with many ticks that promises to take no longer than
+        the others."""
+        samples = {each: self.bounds[0].sample(each) for each in some}
+        promised = {
+            each: sample.promised
+            for each, sample in samples.items()
+            if sample is not None and sample.outcome.fits
+        }
+        least = min(promised.values(), default=np.inf)
+        return next((each for each in promised if promised[each] <= worth_it * least), some[0])
+
     def failed(self) -> int:
         """Counts the sizes that ran and don't fit, in any variant; unless one of them is left."""
         able = {sizes_of(candidate) for candidate in self.trials if self._fits(candidate)}
@@ -409,15 +434,21 @@ class _Search:
 
     def _run(self, some: Sequence[Candidate], count: int) -> list[Candidate]:
         """Runs configurations in the first batches; returns those that fit, the fastest first."""
-        if some:
-            for candidate, run in self.evaluate(some, count).items():
+        for candidate in some:
+            sample = self.bounds[0].sample(candidate)
+            if sample is not None and not sample.outcome.fits and candidate not in self.trials:
+                # More micro-batches take no less memory.
+                self.trials[candidate] = [Trial.of(sample.outcome)]
+        able = [each for each in some if self._fits(each)]
+        if able:
+            for candidate, run in self.evaluate(able, count).items():
                 # What ran more batches before keeps them.
                 self.trials[candidate] = max(self.trials.get(candidate, ()), run, key=len)
         able = [candidate for candidate in some if self._fits(candidate)]
         return sorted(able, key=lambda each: self._seconds(each, count))
 
     def _fits(self, candidate: Candidate) -> bool:
-        return all(trial.fits for trial in self.trials[candidate])
+        return all(trial.fits for trial in self.trials.get(candidate, ()))
 
     def _seconds(self, candidate: Candidate, count: int) -> float:
         """Returns the seconds of the first batches."""

@@ -14,6 +14,7 @@ import pytest
 from distca import progress
 from distca.commands import simulate as simulate_command
 from distca.commands.main import main
+from distca.commands.simulate_report import PARTS
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
@@ -84,6 +85,10 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
     assert lines[0].startswith(("Use DistCA: ", "No clear difference: ", "Don't use DistCA: "))
     assert lines[0].startswith("Don't") or gain in lines[0]
     assert plot.stat().st_size > 5000
+    parts = lines[lines.index("Where the time of an iteration goes, in seconds (first batch):") :]
+    assert [line[2:48].strip() for line in parts[2:10]] == list(PARTS.values())
+    shares = [[float(s) for s in re.findall(r"\(([\d.]+)%\)", line)] for line in parts[2:10]]
+    assert all(sum(column) == pytest.approx(100, abs=0.5) for column in zip(*shares, strict=True))
     events = json.loads(trace.read_text())["traceEvents"]
     assert any(event["name"] == "core attention" for event in events)
 
@@ -111,6 +116,7 @@ def test_json_has_what_the_table_has(
     told = (
         r"distca simulate: 0:\d\d, \d+ iterations, "
         r"(most jobs take .* time|system [1-4] of 4, (\S+): TP.*)"
+        r"|distca simulate: 0:\d\d, telling apart what time is spent on"
     )
     assert all(re.fullmatch(told, line) for line in lines)
     assert any(", system 1 of 4, tiles: " in line for line in lines)

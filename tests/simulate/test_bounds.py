@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distca.cost.kernel_time import CostModel
-from distca.cost.model_sizes import MODELS, Experts, ModelSize
+from distca.cost.model_sizes import MODELS
 from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan.span import Floats, Int64s
 from distca.schedule.baselines.hybrid_cp import balanced_scheduler
@@ -18,7 +18,6 @@ from distca.simulate import (
     CLUSTERS,
     PUBLISHED,
     SYSTEMS,
-    UNCHARGED,
     Candidate,
     Workload,
     advise,
@@ -27,42 +26,16 @@ from distca.simulate import (
     pack_sequences,
     simulate,
 )
-from distca.simulate.bounds import Bounds
+from distca.simulate import bounds as simulated_bounds
+from distca.simulate.bounds import Bounds, Sample
 from distca.simulate.hybrid import HYBRID
+from distca.simulate.outcome import Outcome
 from distca.simulate.search import Effort, _Search, find_best
 from distca.simulate.sharing import Group, ring
 from distca.simulate.trials import Trial, Trials
 from distca.simulate.workload import DISTCA_SYSTEMS
 from support.simulated import costs_on
-
-CONTEXT = 16_384
-MODEL = ModelSize(4, 512, 8, 4, 64, 1024, 1000)
-JOB = Workload(
-    MODEL,
-    replace(CLUSTERS["dgx-a100"], gpus_per_node=4, charges=PUBLISHED),
-    gpus=8,
-    context=CONTEXT,
-    sequences=4,
-    tolerance=0.05,
-)
-JOBS = {
-    "charged": JOB,
-    "uncharged": replace(JOB, cluster=replace(JOB.cluster, charges=UNCHARGED)),
-    "recomputed": replace(JOB, recompute="full"),
-    "windows": replace(JOB, model=replace(MODEL, window_left=500, window_attn_skip_freq=2)),
-    "experts": replace(
-        JOB, model=replace(MODEL, experts=Experts(8, 2, 256)), expert_parallel=4, recompute="mlp"
-    ),
-    # Hops and gathers are longer than kernels.
-    "slow links": replace(
-        JOB, cluster=replace(JOB.cluster, node_gb_per_s=5.0, network_gb_per_s=1.0)
-    ),
-}
-
-
-def batch(seed: int, name: str = "pretrain", sequences: int = JOB.sequences) -> list[Int64s]:
-    lengths = draw(DISTRIBUTIONS[name], sequences * CONTEXT, seed)
-    return pack_sequences(lengths, sequences, CONTEXT)
+from support.simulated_jobs import JOB, JOBS, batch
 
 
 def compared(system: str) -> bool:
@@ -254,6 +227,66 @@ def test_an_iteration_of_a_few_pools_is_a_bound_of_all() -> None:
         assert least < of_few / outcome.memory_bytes.max() <= 1
         # Sharing among all ranks says less.
         assert bounds.seconds(pools) > 1.01 * bounds.seconds(replace(pools, pool_size=None))
+
+
+MANY_TICKS = replace(JOB, sequences=96)
+"""A job whose micro-batches can be many."""
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chain"), [(2, 32, 1), (1, 48, 1), (2, 96, 2)])
+def test_some_micro_batches_tell_how_long_all_take(
+    stages: int, micro_batches: int, chain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small job's vary: they promise up to 14% more, with little more memory than all."""
+    monkeypatch.setattr(simulated_bounds, "_LARGE", 1)
+    documents = batch(0, sequences=96)
+    bounds = Bounds(MANY_TICKS, documents)
+    many = Candidate("tiles", 1, stages, 8 // stages, 1, micro_batches, chain=chain)
+    sample, whole = bounds.sample(many), simulate(many, MANY_TICKS, documents)
+    assert sample is not None
+    assert 0.95 < sample.promised / whole.seconds < 1.15
+    assert sample.least < sample.promised
+    assert 0.9 < sample.outcome.memory_bytes.max() / whole.memory_bytes.max() < 1.01
+    assert bounds.sample(replace(many, micro_batches=8 * stages * chain)) is None
+    assert bounds.sample(replace(many, pool_size=2)) is None
+
+
+def test_a_search_goes_by_samples_of_many_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What promises more than another takes does not run, nor do variants but the best one."""
+    documents = batch(0, sequences=96)
+    fast, slow, full = (Candidate("tiles", 1, 2, 4, 1, each) for each in (48, 96, 32))
+    variants = [replace(fast, tolerance=each) for each in (0.02, 0.1, 0.2)]
+    known = {fast: 10.0, slow: 12.0, full: 8.0}
+    known.update(zip(variants, (9.0, 8.0, 7.0), strict=True))
+
+    def promised(candidate: Candidate) -> float:
+        return known.get(candidate, 20.0)
+
+    class Sampled(Bounds):
+        def sample(self, candidate: Candidate) -> Sample | None:
+            fits = candidate not in (full, variants[2])
+            memory = np.full(8, 1.0 if fits else 3.0)
+            none = np.zeros(8)
+            outcome = Outcome(1.0, 1, 8, memory, 2.0, none, none, none, {})
+            return Sample(outcome, promised(candidate))
+
+    monkeypatch.setattr(simulated_bounds, "_LARGE", 1)
+    ran: list[Candidate] = []
+
+    def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+        ran.extend(some)
+        return {each: [Trial(True, promised(each), 1, 1.0, 0.0, 0.0)] * count for each in some}
+
+    sweeps = [(lambda best, _: variants, 1.0)]
+    effort = Effort(1, 1, 1, 3, lambda *_: [], sweeps)
+    bounds = [Sampled(MANY_TICKS, documents)]
+    search = _Search(MANY_TICKS, [documents], evaluate, effort, [slow, full, fast], bounds)
+    best = search.next_best()
+    assert best == fast
+    assert search.sweep(best) == variants[1]
+    # The slow one promises no more than it takes at least: one that is out of memory never runs.
+    assert set(ran) == {fast}
+    assert not search.trials[full][0].fits
 
 
 def test_one_batch_chooses_where_it_has_many_sequences() -> None:

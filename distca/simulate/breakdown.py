@@ -1,0 +1,164 @@
+"""Parts of an iteration's time: what it would take if one cost after another were free.
+
+The iteration is simulated again with the same plans, or packed again in the same layout, on a
+cluster without interference, then also without time on links, without copies, and without launches
+and half-filled waves. What each step saves is the time of that part. Ideal shares of the linear
+layers and of core attention are counted, and the rest of the time is spent waiting: for slower
+ranks, in the bubbles of a pipeline, and for what cutting documents costs kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from distca.cost.volume import BackwardInputs
+from distca.plan import Mask
+from distca.plan.span import Int64s
+from distca.schedule import document_loads
+from distca.simulate.baselines import BASELINES, simulate_baseline
+from distca.simulate.costs import ModelCosts
+from distca.simulate.disaggregated import simulate_ticks
+from distca.simulate.layer_mean import LayerMean
+from distca.simulate.outcome import Outcome
+from distca.simulate.workload import (
+    Candidate,
+    Workload,
+    incoming_of,
+    layout_of,
+    planner_of,
+)
+
+_FREE_GB_PER_S = 1e12
+"""Speed of links and memories that take no time."""
+_WORK = ("linear", "attention")
+"""Parts that every system has."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of an iteration by what they are spent on; their sum is the iteration.
+
+    A part may be negative by a little: without it a baseline packs documents otherwise.
+
+    Attributes:
+        linear: linear layers, if all ranks had equal shares and no bubbles.
+        collectives: collectives of tensor and expert parallelism in these.
+        attention: core attention of whole documents, if all ranks had equal shares.
+        launches: launches of kernels, and the half of a matrix product's last wave that is idle.
+        copies: rows that are gathered, reordered and added up around exchanges.
+        interference: compute that exchanges slow down.
+        exchanges: exchanges, messages between stages and the reduction of gradients, as far as
+            nothing hides them.
+        waiting: the rest: imbalance, bubbles, cut documents, and latents that are expanded.
+    """
+
+    linear: float
+    collectives: float
+    attention: float
+    launches: float
+    copies: float
+    interference: float
+    exchanges: float
+    waiting: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the iteration."""
+        return float(sum(asdict(self).values()))
+
+    def less_for_a_percent(self) -> dict[str, float]:
+        """Returns, of each cost beside the linear layers and attention, which share of it would
+        have to go for an iteration that is 1% shorter; those that have less are left out."""
+        wanted = 0.01 * self.seconds
+        costs = {name: each for name, each in asdict(self).items() if name not in _WORK}
+        return {name: wanted / each for name, each in costs.items() if each > wanted}
+
+
+def break_down(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> Breakdown:
+    """Says what an iteration's time is spent on.
+
+    Args:
+        candidate: system and parallel sizes.
+        workload: model, cluster and sizes.
+        sequences: lengths of the documents in each sequence, int64.
+
+    Raises:
+        BufferBoundError: no plan keeps to the configuration's bound of buffers.
+    """
+    run, costs = _runner(candidate, workload, sequences)
+    cluster = costs.cluster
+    still = replace(cluster, charges=replace(cluster.charges, interference=0.0))
+    unlinked = replace(
+        still,
+        node_gb_per_s=_FREE_GB_PER_S,
+        network_gb_per_s=_FREE_GB_PER_S,
+        node_latency=0.0,
+        network_latency=0.0,
+    )
+    uncopied = replace(unlinked, copy_gb_per_s=_FREE_GB_PER_S)
+    unlaunched = replace(
+        uncopied, launch_seconds=0.0, charges=replace(uncopied.charges, half_waves=False)
+    )
+    seconds = [
+        run(replace(costs, cluster=each)).seconds
+        for each in (cluster, still, unlinked, uncopied, unlaunched)
+    ]
+    with_links, linear = (
+        _linear_seconds(candidate, workload, replace(costs, cluster=each))
+        for each in (cluster, unlinked)
+    )
+    attention = _attention_seconds(candidate, workload, costs, sequences)
+    interference, links, copies, launches = (-np.diff(seconds)).tolist()
+    collectives = with_links - linear
+    return Breakdown(
+        linear,
+        collectives,
+        attention,
+        launches,
+        copies,
+        interference,
+        links - collectives,
+        seconds[-1] - linear - attention,
+    )
+
+
+def _runner(
+    candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]
+) -> tuple[Callable[[ModelCosts], Outcome], ModelCosts]:
+    """Returns a function that simulates the iteration with other costs, and the costs as they
+    are."""
+    if candidate.system in BASELINES:
+        lengths = np.concatenate(sequences)
+
+        def run(costs: ModelCosts) -> Outcome:
+            return simulate_baseline(candidate.system, lengths, layout_of(candidate), costs)
+
+        return run, workload.costs(candidate.tensor)
+    planned = planner_of(candidate, workload).plan(incoming_of(candidate, workload, sequences))
+    backward: BackwardInputs = "keep" if candidate.keeps_inputs else "resend"
+    return partial(simulate_ticks, planned, backward=backward), workload.costs_of(candidate)
+
+
+def _ranks(candidate: Candidate) -> int:
+    return candidate.stages * candidate.data * candidate.context
+
+
+def _linear_seconds(candidate: Candidate, workload: Workload, costs: ModelCosts) -> float:
+    """Returns the seconds of all layers but core attention on the mean rank."""
+    each = workload.model.layers * float(costs.passes @ costs.layer_seconds())
+    each += sum(costs.head_seconds())
+    return workload.sequences * workload.context * each / _ranks(candidate)
+
+
+def _attention_seconds(
+    candidate: Candidate, workload: Workload, costs: ModelCosts, sequences: Sequence[Int64s]
+) -> float:
+    """Returns the seconds of whole documents' core attention on the mean rank."""
+    kernel = LayerMean.of(costs.cluster.attention_cost(costs.shape), workload.model)
+    loads = float(document_loads(np.concatenate(sequences), Mask(), kernel).sum())
+    both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
+    return workload.model.layers * both_ways * loads / _ranks(candidate)
