@@ -36,7 +36,7 @@ case ${1:-} in
         ;;
     --vllm)
         launch/setup.sh vllm
-        test_in .venv-vllm tests/with_vllm tests/prefill/test_{transfers,prefill_ranks}.py "${@:2}"
+        test_in .venv-vllm tests/with_vllm tests/prefill/test_{transfers,{prefill,tensor_parallel}_ranks}.py "${@:2}"
         ;;
 esac
 # Some of the tests need no CUDA compiler, whose packages are large; those that do are skipped.

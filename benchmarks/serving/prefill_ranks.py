@@ -102,12 +102,12 @@ def prefill(rank: int, job: Job, store: str, results: Any) -> None:
         prefix_caching=False,
         step_timeout=LEASE,
     )
-    one = TimedRank(config, job.chunk, LEASE)
+    one = TimedRank(config, model, job.chunk, LEASE)
     if rank == 0:
         facts = model_facts(model.config, job.model, "float32", model.frequencies)
         layers = len(model.windows)
         welcome = Welcome("", job.ranks, job.chunk, layers, one.capacity, LEASE)
-        front = Front("tcp://127.0.0.1:*", facts, welcome)
+        front = Front("tcp://127.0.0.1:*", facts, welcome, one.slices)
         one.listen(front)
         results.put(front.address)
     seconds, ended, handing = [], [], []

@@ -73,7 +73,15 @@ def build_parser() -> Parser:
         "--context-parallel-size",
         type=int,
         metavar="N",
-        help="Ranks that share a prompt. Default: 1, or torchrun's processes.",
+        help="Ranks that share a prompt's tokens. Default: 1, or all of torchrun's processes.",
+    )
+    ranks.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="T",
+        help="Processes of each of these ranks, neighbours that share every layer. It may differ "
+        "from vLLM's; one that divides vLLM's is best. Default: 1.",
     )
     ranks.add_argument(
         "--context-parallel-threshold",
@@ -136,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse(argv)
     launched = read_torchrun()
     if args.context_parallel_size is None:
-        args.context_parallel_size = 1 if launched is None else launched.world_size
+        args.context_parallel_size = 1 if launched is None else _ranks_of(launched, args)
     _check_flags(args)
     if launched is None:
         check_host(args.host, f"--host {args.host}")
@@ -161,14 +169,14 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--transfer nixl: {error}") from error
     sys.stderr.write(
         f"distca prefill: {told}\n"
-        f"distca prefill: {counted(config.processes, 'rank')}; vLLM's address for them: "
+        f"distca prefill: {_ranks(config)}; vLLM's address for them: "
         f"{_address(args)}\n"
     )
     try:
         torchrun(
             [
                 "--standalone",
-                *("--nproc-per-node", str(config.parallel.world_size)),
+                *("--nproc-per-node", str(config.processes)),
                 *("--max-restarts", str(args.max_restarts)),
                 *("-m", "distca", "prefill", *argv),
             ]
@@ -178,6 +186,27 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"distca prefill: ended by signal {error.sigval}\n")
         return 128 + int(error.sigval)
     return 0
+
+
+def _ranks_of(launched: Any, args: argparse.Namespace) -> int:
+    """Ranks of torchrun's processes.
+
+    Raises:
+        ValueError: they are no whole ranks.
+    """
+    processes, size = launched.world_size, max(args.tensor_parallel_size, 1)
+    if processes % size:
+        raise ValueError(
+            f"--tensor-parallel-size {size} does not divide torchrun's {processes} processes: "
+            "start a multiple of it"
+        )
+    return int(processes // size)
+
+
+def _ranks(config: Any) -> str:
+    """Says how many ranks there are."""
+    ranks, size = counted(config.parallel.world_size, "rank"), config.parallel.tensor_parallel_size
+    return ranks if size == 1 else f"{ranks} of {size} processes each"
 
 
 def _address(args: argparse.Namespace) -> str:
@@ -225,7 +254,7 @@ def _configuration(args: argparse.Namespace) -> tuple[Any, str, Any]:
     # torchrun's ranks may lie on several machines.
     if 0 < gpus < config.processes and read_torchrun() is None:
         raise ValueError(
-            f"{config.processes} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
+            f"{config.processes} processes need a GPU each, but there are {gpus}: use fewer, or "
             "CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
     return model, told, config
@@ -243,20 +272,20 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
     # Nothing is left to clean up, and whoever starts the ranks anew should not wait.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.basicConfig(format="distca prefill: %(message)s", level=logging.INFO)
-    rank = PrefillRank(config, args.max_num_batched_tokens, args.lease, model, args.transfer)
+    rank = PrefillRank(config, model, args.max_num_batched_tokens, args.lease, args.transfer)
     if dist.get_rank() == 0:
         folder = model_folder(args.model)
         facts = model_facts(model.config, folder, args.dtype, model.frequencies)
         welcome = Welcome(
             "",
-            config.parallel.world_size,
+            config.processes,
             args.max_num_batched_tokens,
             len(model.windows),
             rank.capacity,
             args.lease,
             agents=rank.agents,
         )
-        front = Front(_address(args), facts, welcome, rank.transfers)
+        front = Front(_address(args), facts, welcome, rank.slices, rank.transfers)
         rank.listen(front)
         logger.info("ready at %s; %s", front.address, told)
     try:
@@ -268,6 +297,7 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     for flag, value in (
         ("--context-parallel-size", args.context_parallel_size),
+        ("--tensor-parallel-size", args.tensor_parallel_size),
         ("--block-size", args.block_size),
         ("--max-num-seqs", args.max_num_seqs),
         ("--max-num-batched-tokens", args.max_num_batched_tokens),

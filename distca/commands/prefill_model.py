@@ -72,7 +72,8 @@ def _of_vllm(args: argparse.Namespace) -> tuple[ServedModel, str]:
     # Each rank would tell how it loads the model.
     logging.getLogger("vllm").setLevel(logging.WARNING)
     dtype, trusts = DTYPES[args.dtype], args.trust_remote_code
-    model = read_vllm_model(args.model, dtype, trusts, args.max_model_len)
+    size, timeout = args.tensor_parallel_size, args.step_timeout
+    model = read_vllm_model(args.model, dtype, trusts, args.max_model_len, size, timeout)
     return model, f"vLLM's {model.class_name} computes the layers"
 
 
@@ -80,7 +81,8 @@ def _of_transformers(args: argparse.Namespace) -> ServedModel:
     """Reads the model by transformers."""
     from distca.inference.models import DTYPES, read_model
 
-    model = read_model(args.model, DTYPES[args.dtype], trust_remote_code=args.trust_remote_code)
+    dtype, trusts = DTYPES[args.dtype], args.trust_remote_code
+    model = read_model(args.model, dtype, args.tensor_parallel_size, trusts)
     if args.max_model_len is not None and args.max_model_len > model.positions:
         raise ValueError(
             f"--max-model-len {args.max_model_len:,}: the model has {model.positions:,} positions"

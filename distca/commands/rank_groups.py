@@ -14,6 +14,7 @@ from distca.schedule.serving.cdsp.growing import GrowingGroups
 
 if TYPE_CHECKING:
     from distca.inference.models import ServedModel
+    from distca.torchrun import Torchrun
 
 ALL = "all"
 """Value of `--rank-groups` by which all ranks share each prompt."""
@@ -116,11 +117,26 @@ def served_groups(args: argparse.Namespace, model: ServedModel) -> GrowingGroups
         growing = GrowingGroups(
             Search(times, smallest_chunk=smallest),
             args.rank_groups,
-            launched.local_world_size if launched is not None and several else None,
+            _ranks_per_machine(launched, model) if launched is not None and several else None,
             rates,
         )
         growing.check(args.context_parallel_size)
     return growing
+
+
+def _ranks_per_machine(launched: Torchrun, model: ServedModel) -> int:
+    """Ranks of a machine.
+
+    Raises:
+        ValueError: a rank lies on two machines.
+    """
+    processes, size = launched.local_world_size, model.tensor_parallel_size
+    if processes % size:
+        raise ValueError(
+            f"{processes} processes of a machine are no whole ranks of {size}: start a multiple of "
+            "--tensor-parallel-size on each machine"
+        )
+    return processes // size
 
 
 @contextmanager

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 import torch
 import zmq
-from numpy.typing import NDArray
 
 from distca.inference.messages import Message, decoder, encode
 from distca.plan.span import Int64s, expand_ranges
 from distca.prefill.address import own_host
+from distca.prefill.assembly import LayerRows
 from distca.prefill.inbox import Arrival, NixlLanding, RowForm, TcpInbox
 from distca.prefill.messages import (
     TRANSFERS,
@@ -126,7 +126,7 @@ class PrefillClient:
         device: torch.device | None = None,
         landing_bytes: int = LANDING_BYTES,
     ) -> None:
-        self._on_rows, self._form = on_rows, RowForm((hello.heads, head_dim), dtype)
+        self._on_rows, self._form = on_rows, RowForm(hello.wanted, head_dim, dtype)
         self._device = torch.device("cpu") if device is None else device
         self._landing_bytes = landing_bytes
         self._landing: NixlLanding | None = None
@@ -142,8 +142,8 @@ class PrefillClient:
             self._poller.register(each, zmq.POLLIN)
         self._to_client = decoder(ToClient)
         self._receiver = Receiver(_UNBOUNDED, _UNBOUNDED, _FIRST_LEASE)
-        # Which rows of a layer of a chunk have come.
-        self._arrived: dict[tuple[Transfer, int, int], NDArray[np.bool_]] = {}
+        # Rows of a layer of a chunk; None: all have come.
+        self._arrived: dict[tuple[Transfer, int, int], LayerRows | None] = {}
         # First position of each prompt's rows, and tokens of a chunk.
         self._chunks: dict[Transfer, tuple[int, int]] = {}
         self._ended: list[Ended] = []
@@ -190,7 +190,9 @@ class PrefillClient:
             self._read(min(0.05, max(due - time.monotonic(), 0.0)))
             if self.refused is not None:
                 raise HandshakeError(self.refused)
-        return self.welcome is not None
+        with self._lock:
+            # The thread may have read the answer, and makes memory for rows now.
+            return self.welcome is not None
 
     def begin(
         self,
@@ -376,27 +378,33 @@ class PrefillClient:
         starts, ends = np.array(rows.pieces, dtype=np.int64).T
         positions = expand_ranges(starts, ends - starts)
         start, size = self._chunks[rows.transfer]
-        index = positions - (start + rows.chunk * size)
+        first = start + rows.chunk * size
+        index = positions - first
         if not 0 <= index.min() <= index.max() < rows.expected:
             logger.warning("rows %s are not of chunk %d", rows.pieces, rows.chunk)
             return
-        self._on_rows(rows.transfer, rows.layer, positions, *arrival.tensors())
         layer = rows.transfer, rows.chunk, rows.layer
+        if layer not in self._arrived:
+            self._arrived[layer] = LayerRows(rows.expected, self._form)
+        there = self._arrived[layer]
         # Rows come again where a rank does not know whether they have come.
-        there = self._arrived.setdefault(layer, np.zeros(rows.expected, dtype=np.bool_))
-        there[index] = True
-        if there.all():
-            del self._arrived[layer]
+        if there is None:
+            return
+        whole, keys, values = there.take(index, rows.of_heads, *arrival.tensors())
+        if len(whole):
+            self._on_rows(rows.transfer, rows.layer, first + whole, keys, values)
+        if there.complete:
+            self._arrived[layer] = None
             self._apply(hand.Landed(*layer), came)
 
     def _land_at(self, welcome: Welcome) -> None:
         """Makes memory for rows that come by NIXL, and tells the front of it. With the lock."""
         self._end_landing()
-        if welcome.transfer != "nixl":
+        if welcome.transfer != "nixl" or not welcome.senders:
             return
-        size, agents = self._landing_bytes, welcome.agents
+        agents = dict(zip(welcome.senders, welcome.agents, strict=True))
         try:
-            made = NixlLanding(NixlAgent(), agents, self._form, self._device, size)
+            made = NixlLanding(NixlAgent(), agents, self._form, self._device, self._landing_bytes)
         except NixlError as error:
             logger.warning("rows come by TCP: %s", error)
             self.without_nixl = str(error)

@@ -18,6 +18,7 @@ import zmq
 
 from distca.inference.messages import Message, decoder, encode
 from distca.prefill.facts import disagreement
+from distca.prefill.heads import HeadSlices
 from distca.prefill.messages import (
     Event,
     Hello,
@@ -104,8 +105,9 @@ class Front:
     Args:
         address: where to listen, `tcp://HOST:PORT`.
         facts: what engines must agree on.
-        welcome: answer to an engine that connects; its instance and its transfer are filled in
-            here. It has agents of NIXL if all ranks can use it.
+        welcome: answer to an engine that connects; its instance, its transfer and its senders are
+            filled in here. It has agents of NIXL if all ranks can use it.
+        slices: heads of the ranks.
         transfers: how rows may be sent.
 
     Attributes:
@@ -120,6 +122,7 @@ class Front:
         address: str,
         facts: Mapping[str, str],
         welcome: Welcome,
+        slices: HeadSlices,
         transfers: Sequence[TransferName] = ("tcp",),
     ) -> None:
         self._facts, self._lease, self._transfers = dict(facts), welcome.lease, transfers
@@ -130,6 +133,7 @@ class Front:
         bind(self._socket, address)
         self._decoder = decoder(ToFront)
         self._peers: dict[bytes, Hello] = {}
+        self._slices = slices
         self._heard: dict[bytes, float] = {}
         self._asked: dict[_Key, _Asked] = {}
         self._keys: dict[int, _Key] = {}
@@ -238,26 +242,36 @@ class Front:
             self._event(identity, message)
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        why = disagreement(hello.facts, self._facts)
+        why = self._why_not(hello)
         if why is not None:
             logger.error("%s is refused: %s", hello.engine, why)
             self._say(identity, Refusal(why))
             return
-        common = [each for each in self._transfers if each in hello.transfers]
-        if not common:
-            ours, theirs = (" or ".join(each) for each in (self._transfers, hello.transfers))
-            why = f"the engine takes rows by {theirs}, and the prefill ranks send them by {ours}"
-            logger.error("%s is refused: %s", hello.engine, why)
-            self._say(identity, Refusal(why))
-            return
-        transfer = common[0]
+        transfer = next(each for each in self._transfers if each in hello.transfers)
         if identity not in self._peers:
             by = f", rows by {_SAID[transfer]}" if hello.heads else ""
             logger.info("connected: %s, process %d%s", hello.engine, hello.worker, by)
         self._peers[identity], self._heard[identity] = hello, time.monotonic()
-        agents = self._welcome.agents if transfer == "nixl" else ()
-        replace = msgspec.structs.replace
-        self._say(identity, replace(self._welcome, transfer=transfer, agents=agents))
+        senders = self._slices.senders(hello.worker, hello.wanted)
+        agents = [self._welcome.agents[each] for each in senders if transfer == "nixl"]
+        told = {"transfer": transfer, "agents": tuple(agents), "senders": senders}
+        self._say(identity, msgspec.structs.replace(self._welcome, **told))
+
+    def _why_not(self, hello: Hello) -> str | None:
+        """Why a process of an engine cannot be connected; None: it can."""
+        why = disagreement(hello.facts, self._facts)
+        if why is not None:
+            return why
+        if hello.first_head < 0 or hello.wanted.stop > self._slices.kv_heads:
+            return (
+                f"process {hello.worker} of the engine wants the key-value heads "
+                f"{hello.first_head} to {hello.wanted.stop - 1}, and the model has "
+                f"{self._slices.kv_heads}"
+            )
+        if not set(self._transfers) & set(hello.transfers):
+            ours, theirs = (" or ".join(each) for each in (self._transfers, hello.transfers))
+            return f"the engine takes rows by {theirs}, and the prefill ranks send them by {ours}"
+        return None
 
     def _ask(self, identity: bytes, prefill: Prefill) -> None:
         peer, now = self._peers[identity], time.monotonic()
@@ -273,7 +287,8 @@ class Front:
             for _, each in sorted(asked.identities.items())
         )
         receiving = [
-            Receiving(each.inbox, each.first_head, each.heads, landing) for each, landing in told
+            Receiving(each.inbox, each.worker, each.first_head, each.heads, landing)
+            for each, landing in told
         ]
         self._messages.append(Join(asked.number, prefill, receiving))
         # What all processes have told already.

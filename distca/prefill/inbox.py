@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,15 +24,32 @@ MOST_SLOT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RowForm:
-    """Form of keys and values: heads and numbers of a head, and their dtype."""
+    """Form of keys and values.
 
-    shape: tuple[int, int]
+    Attributes:
+        heads: key-value heads of the model that a process wants.
+        head_dim: numbers of a head.
+        dtype: their dtype.
+    """
+
+    heads: range
+    head_dim: int
     dtype: torch.dtype
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Heads, and numbers of a head."""
+        return len(self.heads), self.head_dim
+
     def bytes_of(self, rows: Rows) -> int:
-        """Bytes of keys, or of values."""
-        count = sum(end - start for start, end in rows.pieces)
-        return count * math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of keys, or of values.
+
+        Raises:
+            ValueError: they are of other heads.
+        """
+        if not self.heads.start <= rows.first_head < rows.of_heads.stop <= self.heads.stop:
+            raise ValueError(f"rows of the heads {rows.of_heads} are not of {self.heads}")
+        return rows.count * rows.heads * self.head_dim * self.dtype.itemsize
 
 
 class Arrival(Protocol):
@@ -61,8 +78,9 @@ class _Frames:
     form: RowForm
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self.rows.count, self.rows.heads, self.form.head_dim
         keys, values = (
-            torch.frombuffer(bytearray(frame), dtype=self.form.dtype).view(-1, *self.form.shape)
+            torch.frombuffer(bytearray(frame), dtype=self.form.dtype).view(shape)
             for frame in self.frames
         )
         return keys, values
@@ -129,7 +147,7 @@ class NixlLanding:
 
     Args:
         agent: agent of this process, which is its alone.
-        ranks: what NIXL needs to know of each rank.
+        ranks: what NIXL needs to know of each rank that sends rows, by its number.
         form: form of the rows.
         device: device on which they are wanted.
         size: bytes of the memory, at most.
@@ -144,7 +162,7 @@ class NixlLanding:
     def __init__(
         self,
         agent: NixlAgent,
-        ranks: Sequence[bytes],
+        ranks: Mapping[int, bytes],
         form: RowForm,
         device: torch.device,
         size: int,
@@ -160,10 +178,11 @@ class NixlLanding:
         slots = size // (slot * len(ranks))
         self._memory = torch.empty((len(ranks) * slots, slot), dtype=torch.uint8, device=device)
         self._registered = agent.register(self._memory)
-        self._ranks = [agent.connect(each) for each in ranks]
+        self._ranks = [agent.connect(each) for each in ranks.values()]
         self._decoder, self._closed = decoder(InSlot), False
         at, number = self._memory.data_ptr(), device.index or 0 if device.type == "cuda" else -1
-        self.message = Landing(agent.name, agent.metadata, at, number, slot, slots)
+        senders = tuple(ranks)
+        self.message = Landing(agent.name, agent.metadata, at, number, slot, slots, senders)
 
     def receive(self) -> Iterator[Arrival]:
         """Returns the rows that have come since the last call, in their order."""
@@ -178,7 +197,7 @@ class NixlLanding:
 
     def read(self, slot: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values that are in a slot."""
-        keys, values = slot_rows(self._memory[slot], rows, self._form.shape, self._form.dtype)
+        keys, values = slot_rows(self._memory[slot], rows, self._form.head_dim, self._form.dtype)
         return keys, values
 
     def wait_for_device(self) -> None:

@@ -10,7 +10,7 @@ from distca.inference.messages import Message
 from distca.schedule.serving.cdsp import handoff
 from distca.schedule.serving.cdsp.handoff import Transfer
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages."""
 
 TransferName = Literal["nixl", "tcp"]
@@ -48,11 +48,17 @@ class Hello(Message, frozen=True):
     heads: int = 0
     transfers: tuple[TransferName, ...] = ("tcp",)
 
+    @property
+    def wanted(self) -> range:
+        """Key-value heads of the model that the process wants."""
+        return range(self.first_head, self.first_head + self.heads)
+
 
 class Landing(Message, frozen=True):
     """Memory of an engine's process into which ranks write rows by NIXL.
 
-    It has slots of equal size. Those of rank `r` are the `slots` from number `r * slots` on.
+    It has slots of equal size. Those of the rank `senders[n]` are the `slots` from number
+    `n * slots` on.
 
     Attributes:
         name: name of the process among agents of NIXL; another memory has another name.
@@ -60,7 +66,8 @@ class Landing(Message, frozen=True):
         address: where the first slot begins.
         device: number of the GPU that has the memory; -1: it is the host's.
         slot_bytes: bytes of a slot.
-        slots: slots of each rank.
+        slots: slots of each rank that sends rows.
+        senders: numbers of these ranks.
     """
 
     name: str
@@ -69,6 +76,7 @@ class Landing(Message, frozen=True):
     device: int
     slot_bytes: int
     slots: int
+    senders: tuple[int, ...] = (0,)
 
 
 class Prefill(Message, frozen=True):
@@ -117,13 +125,15 @@ class Welcome(Message, frozen=True):
 
     Attributes:
         instance: name of this run of the prefill ranks.
-        ranks: number of ranks. Each sends rows.
+        ranks: number of ranks.
         chunk: tokens of a chunk of the hand-off.
         layers: layers of the model.
         capacity: most tokens of a prompt.
         lease: seconds without a word after which either side counts as dead.
         transfer: how rows come.
-        agents: what NIXL needs to know to connect to each rank; empty where rows come by TCP.
+        agents: what NIXL needs to know to connect to each rank that sends rows to the process;
+            empty where rows come by TCP.
+        senders: numbers of these ranks.
     """
 
     instance: str
@@ -134,6 +144,7 @@ class Welcome(Message, frozen=True):
     lease: float
     transfer: TransferName = "tcp"
     agents: tuple[bytes, ...] = ()
+    senders: tuple[int, ...] = ()
 
 
 class Refusal(Message, frozen=True):
@@ -174,7 +185,7 @@ class Pong(Message, frozen=True):
 
 
 class Rows(Message, frozen=True):
-    """Keys and values of some positions of a layer: two further frames, or all of a slot.
+    """Keys and values of some positions and heads of a layer: two more frames, or all of a slot.
 
     Attributes:
         transfer: the engine's number, and epoch.
@@ -182,6 +193,8 @@ class Rows(Message, frozen=True):
         layer: number of the layer.
         pieces: starts and ends of the positions, in the order of the rows.
         expected: rows of the chunk, from all ranks.
+        first_head: first key-value head of the model that they have.
+        heads: number of heads.
     """
 
     transfer: Transfer
@@ -189,6 +202,18 @@ class Rows(Message, frozen=True):
     layer: int
     pieces: list[tuple[int, int]]
     expected: int
+    first_head: int
+    heads: int
+
+    @property
+    def of_heads(self) -> range:
+        """Key-value heads of the model that they have."""
+        return range(self.first_head, self.first_head + self.heads)
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return sum(end - start for start, end in self.pieces)
 
 
 class InSlot(Message, frozen=True):
@@ -215,9 +240,15 @@ class Receiving(Message, frozen=True, tag=False):
     """
 
     inbox: str
+    worker: int
     first_head: int
     heads: int
     landing: Landing | None = None
+
+    @property
+    def wanted(self) -> range:
+        """Key-value heads of the model that it wants."""
+        return range(self.first_head, self.first_head + self.heads)
 
 
 class Join(Message, frozen=True):

@@ -181,17 +181,17 @@ class NixlAgent:
 
 
 def slot_rows(
-    slot: torch.Tensor, rows: Rows, shape: tuple[int, ...], dtype: torch.dtype
+    slot: torch.Tensor, rows: Rows, head_dim: int, dtype: torch.dtype
 ) -> Iterator[torch.Tensor]:
     """Keys and values of a slot, which they share.
 
     Args:
         slot: memory of the slot, uint8 `[bytes]`.
         rows: what is in it.
-        shape: heads, and numbers of a head.
+        head_dim: numbers of a head.
         dtype: dtype of keys and values.
     """
-    count = sum(end - start for start, end in rows.pieces)
-    size = count * math.prod(shape) * dtype.itemsize
+    shape = rows.count, rows.heads, head_dim
+    size = math.prod(shape) * dtype.itemsize
     for start in (0, size):
-        yield slot[start : start + size].view(dtype).view(count, *shape)
+        yield slot[start : start + size].view(dtype).view(shape)

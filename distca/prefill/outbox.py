@@ -120,21 +120,21 @@ class NixlConnection:
 
     def __init__(self, agent: NixlAgent, landing: Landing, rank: int, device: torch.device) -> None:
         self.name = landing.name
-        self._agent, self._landing, self._first = agent, landing, rank * landing.slots
+        self._agent, self._landing = agent, landing
+        self._first = landing.senders.index(rank) * landing.slots
         size = landing.slots, landing.slot_bytes
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._free = deque(range(landing.slots))
         self._slots: dict[int, _Slot] = {}
         self._waiting: deque[Parcel] = deque()
-        # Heads and numbers of a head of all rows, and their dtype.
-        self._shape: tuple[int, ...] = ()
-        self._dtype = torch.float32
+        # Of all rows.
+        self._head_dim, self._dtype = 0, torch.float32
         agent.connect(landing.metadata)
         self._registered = agent.register(self._memory)
 
     def send(self, parcel: Parcel) -> None:
         """See `Connection`."""
-        self._shape, self._dtype = tuple(parcel.keys.shape[1:]), parcel.keys.dtype
+        self._head_dim, self._dtype = parcel.keys.shape[-1], parcel.keys.dtype
         for part in _parts(parcel, self._landing.slot_bytes):
             if self._free and not self._waiting:
                 self._write(part)
@@ -197,7 +197,7 @@ class NixlConnection:
 
     def _rows_of(self, number: int, rows: Rows) -> Iterator[torch.Tensor]:
         """Keys and values of a slot."""
-        return slot_rows(self._memory[number], rows, self._shape, self._dtype)
+        return slot_rows(self._memory[number], rows, self._head_dim, self._dtype)
 
     def _give_back(self, number: int) -> None:
         slot = self._slots[number]

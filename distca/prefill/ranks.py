@@ -25,6 +25,7 @@ from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 from distca.plan.span import Int64s
 from distca.prefill.front import Front
+from distca.prefill.heads import HeadSlices
 from distca.prefill.messages import (
     TRANSFERS,
     Agreed,
@@ -110,13 +111,14 @@ class PrefillRank:
 
     Args:
         config: configuration of the engine.
+        model: the model.
         chunk: tokens of a chunk of the hand-off.
         lease: seconds without a word after which an engine counts as dead.
-        model: the model, if it is read by now; None: transformers' of the configuration.
         transfer: how rows may be sent.
 
     Attributes:
         counts: what was done so far.
+        slices: heads of all ranks.
         transfers: how rows can be sent.
         agents: what NIXL needs to know to connect to each rank; empty if it is not used.
 
@@ -127,12 +129,13 @@ class PrefillRank:
     def __init__(
         self,
         config: EngineConfig,
+        model: ServedModel,
         chunk: int,
         lease: float,
-        model: ServedModel | None = None,
         transfer: TransferChoice = "auto",
     ) -> None:
-        assert config.parallel.tensor_parallel_size == 1, "rows of all heads lie on their rank"
+        size = config.parallel.tensor_parallel_size
+        self.slices = HeadSlices(model.kv_heads, size, config.processes)
         device = join_processes(config)
         self._config, self._chunk, self._lease = config, chunk, lease
         self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
@@ -378,10 +381,18 @@ class PrefillRank:
         positions, keys, values = self._worker.read_rows(number, layer, start, end)
         if not len(positions):
             return
-        rows = Rows(prompt.prefill.transfer, chunk, layer, _pieces(positions), end - start)
+        pieces, first = _pieces(positions), self.slices.held(self._rank).start
         for each in prompt.receiving:
-            own = slice(each.first_head, each.first_head + each.heads)
-            of_heads = [of[:, own].contiguous() for of in (keys, values)]
+            sent = self.slices.sent(self._rank, each.worker, each.wanted)
+            if not sent:
+                continue
+            of_heads = [
+                of[:, sent.start - first : sent.stop - first].contiguous() for of in (keys, values)
+            ]
+            rows = Rows(
+                *(prompt.prefill.transfer, chunk, layer, pieces, end - start),
+                *(sent.start, len(sent)),
+            )
             self.counts.bytes_rows += sum(of.nbytes for of in of_heads)
             self._outbox.send(each, rows, *of_heads)
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
@@ -40,11 +42,15 @@ class VllmModel(ServedModel):
     Attributes:
         class_name: name of vLLM's class.
         longest: most tokens of a sequence.
+        whole_kv_heads: key-value heads of a whole layer.
+        step_timeout: seconds after which an exchange of the ranks that share layers has failed.
         cap: bound of the scores of attention; None: there is none.
     """
 
     class_name: str = ""
     longest: int = 0
+    whole_kv_heads: int = 0
+    step_timeout: float = 600.0
     cap: float | None = None
 
     @property
@@ -64,20 +70,30 @@ class VllmModel(ServedModel):
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads of a layer."""
-        return self.shape.kv_heads
+        """Key-value heads of a whole layer."""
+        return self.whole_kv_heads
 
     def runnable(
         self, device: torch.device, ranks: TensorRanks = ALONE, computes: bool = True
     ) -> RunnableModel:
-        """Loads the weights by vLLM's loader. Collective; see `ServedModel.runnable`.
+        """Loads the weights by vLLM's loader: this rank's slice. Collective.
+
+        vLLM's layers have process groups of their own. They are of neighbouring ranks, as `ranks`
+        are. See `ServedModel.runnable`.
 
         Raises:
             ValueError: the checkpoint does not have the weights of the model.
         """
         assert computes, "each prefill rank has weights"
-        assert ranks.size == 1, "each prefill rank has all heads"
-        config = _config(self.path, self.dtype, self.trust_remote_code, self.longest)
+        assert ranks.size == self.tensor_parallel_size, "ranks of another model"
+        config = _config(
+            self.path,
+            self.dtype,
+            self.trust_remote_code,
+            self.longest,
+            ranks.size,
+            self.step_timeout,
+        )
         with set_current_vllm_config(config), _on(device):
             parallel_state.init_distributed_environment(
                 dist.get_world_size(),
@@ -85,7 +101,7 @@ class VllmModel(ServedModel):
                 local_rank=device.index or 0,
                 backend=dist.get_backend(),
             )
-            parallel_state.ensure_model_parallel_initialized(1, 1)
+            parallel_state.ensure_model_parallel_initialized(ranks.size, 1)
             return _Runnable(get_model(vllm_config=config), config)
 
 
@@ -94,6 +110,8 @@ def read_vllm_model(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    step_timeout: float = 600.0,
 ) -> VllmModel:
     """Reads a model's configuration by vLLM, and refuses what the ranks cannot compute.
 
@@ -104,11 +122,15 @@ def read_vllm_model(
         dtype: dtype of weights and rows.
         trust_remote_code: whether code of the model's folder may run.
         max_model_len: most tokens of a sequence; None: what the model has positions for.
+        tensor_parallel_size: ranks that share each layer.
+        step_timeout: seconds after which an exchange of these ranks has failed.
 
     Raises:
-        ValueError: vLLM has no such model, or it has what the ranks do not compute.
+        ValueError: vLLM has no such model, or it has what the ranks do not compute, or they cannot
+            share its layers evenly.
     """
-    config = _config(path, dtype, trust_remote_code, max_model_len)
+    size = tensor_parallel_size
+    config = _config(path, dtype, trust_remote_code, max_model_len, size, step_timeout)
     model = config.model_config
     check_model(model)
     with _alone(), set_current_vllm_config(config), set_default_torch_dtype(dtype):
@@ -116,10 +138,18 @@ def read_vllm_model(
         parallel_state.ensure_model_parallel_initialized(1, 1)
         try:
             # Rotary embeddings that vLLM keeps for later layers have tables, which these have not.
-            with torch.device("meta"), mock.patch.dict(rotary_embedding._ROPE_DICT, clear=True):
+            with (
+                torch.device("meta"),
+                mock.patch.dict(rotary_embedding._ROPE_DICT, clear=True),
+                # Layers without weights are not computed, so that no other rank must be there.
+                mock.patch.object(parallel_state.get_tp_group(), "world_size", size),
+            ):
                 made = initialize_model(vllm_config=config)
-        except (NotImplementedError, ValueError, AssertionError) as error:
-            raise ValueError(f"{path}: vLLM cannot make this model here: {_line(error)}") from error
+        except (NotImplementedError, ValueError, AssertionError, ArithmeticError) as error:
+            here = "here" if size == 1 else f"with --tensor-parallel-size {size}"
+            raise ValueError(
+                f"{path}: vLLM cannot make this model {here}: {_line(error)}"
+            ) from error
     layers = _layers(config)
     check_layers(model, made, layers)
     first = layers[0]
@@ -132,15 +162,23 @@ def read_vllm_model(
         tuple(_window(layers[number]) for number in range(len(layers))),
         dtype,
         None,
-        trust_remote_code=trust_remote_code,
+        size,
+        trust_remote_code,
         class_name=type(made).__name__,
         longest=int(model.max_model_len),
+        whole_kv_heads=int(model.get_total_num_kv_heads()),
+        step_timeout=step_timeout,
         cap=softcap(first),
     )
 
 
 def _config(
-    path: str, dtype: torch.dtype, trust_remote_code: bool, max_model_len: int | None
+    path: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    max_model_len: int | None,
+    tensor_parallel_size: int,
+    step_timeout: float,
 ) -> VllmConfig:
     """vLLM's configuration of a model.
 
@@ -153,6 +191,10 @@ def _config(
             dtype=str(dtype).removeprefix("torch."),
             trust_remote_code=trust_remote_code,
             max_model_len=max_model_len,
+            tensor_parallel_size=tensor_parallel_size,
+            # Ranks are started by us, so that vLLM does not look for their GPUs here.
+            distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else None,
+            distributed_timeout_seconds=ceil(step_timeout),
             enforce_eager=True,
             use_tqdm_on_load=False,
         ).create_engine_config()
@@ -197,8 +239,15 @@ def _alone() -> Iterator[None]:
 def _on(device: torch.device) -> Iterator[None]:
     """Lets vLLM's loader work on a device."""
     if device.type == "cpu":
-        # As vLLM's own workers on CPUs do: torch has no memory of an accelerator to give back.
-        with mock.patch.object(torch.accelerator, "empty_cache", return_value=None):
+        with (
+            # As vLLM's own workers on CPUs do: torch has no memory of an accelerator to give back.
+            mock.patch.object(torch.accelerator, "empty_cache", return_value=None),
+            # Ranks that share layers would spin in shared memory until the others come, which may
+            # be dead. Those of gloo give up.
+            mock.patch.object(
+                CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False
+            ),
+        ):
             yield
     else:
         with torch.device(device):

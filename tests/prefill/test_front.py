@@ -12,6 +12,7 @@ import zmq
 from distca.inference.messages import Message, decoder, encode
 from distca.prefill.client import PrefillClient
 from distca.prefill.front import Front
+from distca.prefill.heads import HeadSlices
 from distca.prefill.messages import (
     Hello,
     Join,
@@ -30,7 +31,7 @@ FACTS = {"dtype": "float32"}
 
 
 def front_of(lease: float) -> Front:
-    return Front("tcp://127.0.0.1:*", FACTS, Welcome("", 1, 16, 2, 64, lease))
+    return Front("tcp://127.0.0.1:*", FACTS, Welcome("", 1, 16, 2, 64, lease), HeadSlices(2))
 
 
 def client_of(front: Front, worker: int = 0, workers: int = 1) -> PrefillClient:
@@ -61,13 +62,13 @@ def told_by(
     return told
 
 
-def send_chunk(inbox: str, transfer: Transfer) -> None:
+def send_chunk(inbox: str, transfer: Transfer, head: int = 0) -> None:
     """Sends an engine's process all layers of the first chunk: positions 3 to 18, a head of 4."""
     socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(inbox)
     rows = torch.zeros(16, 1, 4).numpy().tobytes()
     for layer in range(2):
-        header = encode(Rows(transfer, 0, layer, [(3, 19)], 16))
+        header = encode(Rows(transfer, 0, layer, [(3, 19)], 16, head, 1))
         socket.send_multipart([header, rows, rows])
     socket.close()
 
@@ -106,7 +107,7 @@ def test_what_cannot_be_read_is_no_end(caplog) -> None:
     socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(joined.receiving[0].inbox)
     socket.send_multipart([b"nonsense", b"x"])
-    socket.send_multipart([encode(Rows(Transfer(0), 0, 0, [(3, 19)], 16)), b"short"])
+    socket.send_multipart([encode(Rows(Transfer(0), 0, 0, [(3, 19)], 16, 0, 1)), b"short"])
     due = time.monotonic() + 10
     while caplog.text.count("a message cannot be read") < 2 and time.monotonic() < due:
         meet(front, client, seconds=0.05)
@@ -128,7 +129,7 @@ def test_an_engine_that_was_idle_for_long_asks_at_once() -> None:
     front.close()
     time.sleep(1.5)
     assert not client.ready
-    front = Front(address, FACTS, Welcome("", 1, 16, 2, 64, 5.0))
+    front = Front(address, FACTS, Welcome("", 1, 16, 2, 64, 5.0), HeadSlices(2))
     ended = threading.Event()
 
     def pump() -> None:
@@ -216,7 +217,7 @@ def test_a_prompt_begins_once_all_processes_of_its_engine_ask() -> None:
     assert told == [("Grant", chunk) for chunk in range(3)]
     # A chunk counts as received once both have its layers.
     for worker, client in enumerate(clients):
-        send_chunk(join.receiving[worker].inbox, Transfer(7))
+        send_chunk(join.receiving[worker].inbox, Transfer(7), worker)
         if client is clients[-1]:
             assert told_by(front, clients, kind="Received") == [("Received", 0)]
         else:

@@ -11,12 +11,11 @@ import torch
 
 from distca.prefill.client import HandshakeError
 from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts, model_folder
-from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
-from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import (
     BY_EACH,
     CHUNK,
+    GROWING,
     Reader,
     free_address,
     in_background,
@@ -26,12 +25,6 @@ from support.prefills import (
 )
 from support.ranks import Ranks
 from support.small_models import save_small_model
-
-TIMES = PrefillModel(
-    "any", "any", {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
-)
-GROWING = GrowingGroups(Search(TIMES, smallest_chunk=4))
-"""Ten tokens are as soon computed by one rank as by two."""
 
 
 def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: int = 0) -> None:

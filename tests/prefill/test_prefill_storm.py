@@ -6,11 +6,7 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,45 +14,19 @@ import pytest
 import torch
 
 from distca.schedule.serving.cdsp.handoff import Transfer
-from support.prefills import BY_EACH, Reader, free_address, prompt, reference
+from support.prefills import (
+    BY_EACH,
+    Reader,
+    free_address,
+    prefill_command,
+    prompt,
+    ranks_of,
+    reference,
+)
 from support.small_models import save_small_model
 
-ROOT = Path(__file__).parents[2]
 LEASE = 4.0
 MOST_UNDER_WAY = 16
-
-
-@contextmanager
-def prefill_command(
-    folder: Path, address: str, *flags: str, lease: float = LEASE
-) -> Iterator[subprocess.Popen]:
-    """`distca prefill` with two ranks, in processes of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [
-        *(sys.executable, "-m", "distca", "prefill", str(folder)),
-        *("--context-parallel-size", "2", "--port", address.rsplit(":", 1)[1]),
-        *("--lease", str(lease), "--step-timeout", "20", "--kv-cache-memory-bytes", "2000000"),
-        *("--max-num-batched-tokens", "64", "--max-num-seqs", "8", *flags),
-    ]
-    with (
-        (folder / "prefill.log").open("w") as log,
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=log
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    """Processes of the ranks."""
-    found = []
-    for task in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
-        found += [int(child) for child in task.read_text().split()]
-    return sorted(pid for pid in found if b"prefill" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def is_cancelled(number: int) -> bool:
@@ -76,7 +46,7 @@ def test_a_storm_of_aborts_and_dead_ranks(tmp_path: Path, full: bool, transfer: 
     fault_of, lost = "", set[int]()
     # For minutes all processes wait for cores as well.
     lease = 10.0 if full else LEASE
-    with prefill_command(folder, address, "--transfer", transfer, lease=lease) as launcher:
+    with prefill_command(folder, address, lease, "--transfer", transfer) as launcher:
         reader = Reader(folder, address, landing_bytes=1 << 16)
         for number, tokens in enumerate(prompts):
             if number % 5 == 0:
@@ -125,6 +95,30 @@ def test_a_storm_of_aborts_and_dead_ranks(tmp_path: Path, full: bool, transfer: 
     assert len(lost) < len(faults) * (MOST_UNDER_WAY + 5)
 
 
+def test_processes_that_share_layers_start_again_together(tmp_path: Path) -> None:
+    folder, address = save_small_model("llama", tmp_path), free_address()
+    flags = ("--context-parallel-size", "1", "--tensor-parallel-size", "2")
+    with prefill_command(folder, address, LEASE, *flags) as launcher:
+        reader = Reader(folder, address)
+        for kill in range(2):
+            fault_of = "" if reader.client.welcome is None else reader.client.welcome.instance
+            reader.until(partial(reader.is_ready_after, fault_of), 180.0)
+            reader.begin(2 * kill, prompt(kill, 90))
+            reader.until(lambda kill=kill: Transfer(2 * kill) in reader.ended)
+            if not kill:
+                reader.begin(1, prompt(2, 4000))
+                reader.until(lambda: reader.written[Transfer(1)].any().item())
+                os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+                reader.until(lambda: Transfer(1) in reader.ended, 60.0)
+        reader.client.close()
+    assert reader.ended[Transfer(1)]
+    for kill in range(2):
+        for ours, whole in zip(
+            reader.rows[Transfer(2 * kill)], reference(folder, prompt(kill, 90)), strict=True
+        ):
+            torch.testing.assert_close(ours, whole, atol=2e-5, rtol=1e-5)
+
+
 def test_ranks_that_end_leave_nobody_waiting(tmp_path: Path) -> None:
     folder, address = save_small_model("llama", tmp_path), free_address()
     reader = Reader(folder, address)
@@ -132,7 +126,7 @@ def test_ranks_that_end_leave_nobody_waiting(tmp_path: Path) -> None:
     reader.begin(0, prompt(0, 40))
     reader.poll()
     assert reader.ended == {Transfer(0): "the prefill ranks are not there"}
-    with prefill_command(folder, address):
+    with prefill_command(folder, address, LEASE):
         reader.until(lambda: reader.client.ready, 180.0)
         reader.begin(1, prompt(1, 40))
         reader.until(lambda: Transfer(1) in reader.ended)

@@ -11,6 +11,7 @@ import torch
 
 from distca.prefill.client import HandshakeError, PrefillClient
 from distca.prefill.front import Front
+from distca.prefill.heads import HeadSlices
 from distca.prefill.inbox import Arrival, NixlLanding, RowForm, TcpInbox
 from distca.prefill.messages import Hello, Join, Left, Receiving, Rows, TransferName, Welcome
 from distca.prefill.nixl import NixlAgent, NixlError
@@ -18,7 +19,7 @@ from distca.prefill.outbox import Outbox
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import NEEDS_NIXL
 
-FORM = RowForm((2, 4), torch.float32)
+FORM = RowForm(range(2), 4, torch.float32)
 ROW = 2 * 2 * 4 * 4
 """Bytes of keys and values of a row."""
 
@@ -31,10 +32,10 @@ class Ends:
     def __init__(self, rows: int, slots: int) -> None:
         self.agent, self.ours = NixlAgent(), NixlAgent()
         size = rows * slots * ROW
-        self.landing = NixlLanding(self.ours, [self.agent.metadata], FORM, CPU, size)
+        self.landing = NixlLanding(self.ours, {0: self.agent.metadata}, FORM, CPU, size)
         self.inbox = TcpInbox("127.0.0.1", FORM)
         self.outbox = Outbox(0, CPU, self.agent)
-        self.to = Receiving(self.inbox.address, 0, 2, self.landing.message)
+        self.to = Receiving(self.inbox.address, 0, 0, 2, self.landing.message)
         self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.by_tcp = 0
 
@@ -43,7 +44,8 @@ class Ends:
         keys, values = torch.randn(2, count, *FORM.shape)
         half = count // 2
         pieces = [(10, 10 + half), (50, 50 + count - half)]
-        rows = Rows(Transfer(number), 0, 0, [each for each in pieces if each[0] < each[1]], count)
+        pieces = [each for each in pieces if each[0] < each[1]]
+        rows = Rows(Transfer(number), 0, 0, pieces, count, 0, 2)
         self.outbox.send(self.to, rows, keys, values)
         return keys, values
 
@@ -145,8 +147,8 @@ def test_a_process_that_is_gone_keeps_nothing() -> None:
     # A process that greets again has other memory.
     ends.landing.close()
     again = NixlAgent()
-    ends.landing = NixlLanding(again, [ends.agent.metadata], FORM, CPU, 4 * ROW)
-    ends.to = Receiving(ends.inbox.address, 0, 2, ends.landing.message)
+    ends.landing = NixlLanding(again, {0: ends.agent.metadata}, FORM, CPU, 4 * ROW)
+    ends.to = Receiving(ends.inbox.address, 0, 0, 2, ends.landing.message)
     sent = ends.send(1, 9)
     ends.receive(count=9)
     ends.check(1, sent)
@@ -157,12 +159,12 @@ def test_a_process_that_is_gone_keeps_nothing() -> None:
 def test_memory_without_room_for_each_rank_is_a_line() -> None:
     agent = NixlAgent()
     with pytest.raises(NixlError, match="127 bytes of memory for NIXL are less than two rows of"):
-        NixlLanding(agent, [b""], FORM, CPU, 2 * ROW - 1)
+        NixlLanding(agent, {0: b""}, FORM, CPU, 2 * ROW - 1)
 
 
 def front_with(transfers: tuple[TransferName, ...], agents: tuple[bytes, ...] = ()) -> Front:
     welcome = Welcome("", 1, 16, 2, 64, 0.4, agents=agents)
-    return Front("tcp://127.0.0.1:*", {}, welcome, transfers)
+    return Front("tcp://127.0.0.1:*", {}, welcome, HeadSlices(1), transfers)
 
 
 def meet(front: Front, client: PrefillClient, seconds: float) -> None:
@@ -218,6 +220,27 @@ def test_nixl_is_chosen_where_both_sides_have_it() -> None:
         meet(front, client, 10.0)
         assert client.comes_by == told
         client.close()
+    front.close()
+
+
+@NEEDS_NIXL
+def test_who_connects_waits_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's thread makes it, and may have read the answer before."""
+
+    def slow(*args: Any) -> NixlLanding:
+        time.sleep(1.0)
+        return NixlLanding(*args)
+
+    monkeypatch.setattr("distca.prefill.client.NixlLanding", slow)
+    agent = NixlAgent()
+    front = front_with(("nixl", "tcp"), (agent.metadata,))
+    client = client_of(front)
+    due = time.monotonic() + 10
+    while client.welcome is None and time.monotonic() < due:
+        front.pump(0.01)
+    assert client.connect(1.0)
+    assert client.comes_by == "NIXL"
+    client.close()
     front.close()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +27,20 @@ from distca.prefill.facts import model_facts
 from distca.prefill.front import Front
 from distca.prefill.messages import Hello, TransferChoice, Welcome
 from distca.prefill.ranks import PrefillCounts, PrefillRank
+from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
+from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.small_models import VOCABULARY
 
+ROOT = Path(__file__).parents[2]
 CHUNK = 40
 LEASE = 5.0
+
+_TIMES = PrefillModel(
+    "any", "any", {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
+)
+GROWING = GrowingGroups(Search(_TIMES, smallest_chunk=4))
+"""Ten tokens are as soon computed by one rank as by two."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +66,10 @@ def prefill_on_a_rank(
     changes: dict[str, Any],
     chunk: int = CHUNK,
     transfer: TransferChoice = "auto",
+    tensor_parallel_size: int = 1,
 ) -> RankDone:
     """Computes prompts by transformers' code until so many have ended."""
-    model = read_model(str(folder), torch.float32)
+    model = read_model(str(folder), torch.float32, tensor_parallel_size)
     return prefill_with(model, address, prompts, changes, chunk, transfer=transfer)
 
 
@@ -70,16 +83,17 @@ def prefill_with(
     transfer: TransferChoice = "auto",
 ) -> RankDone:
     """Computes prompts until so many have ended."""
-    count = dist.get_world_size()
+    processes = dist.get_world_size()
+    count = processes // model.tensor_parallel_size
     settings = {"block_size": 4, "max_num_batched_tokens": 96, "cache_bytes": 1 << 24}
     config = configure(model, count, **(settings | changes))
-    rank = PrefillRank(config, chunk, lease, model, transfer)
+    rank = PrefillRank(config, model, chunk, lease, transfer)
     front = None
     if dist.get_rank() == 0:
         facts = model_facts(model.config, model.path, "float32", model.frequencies)
         layers = len(model.windows)
-        welcome = Welcome("", count, chunk, layers, rank.capacity, lease, agents=rank.agents)
-        front = Front(address, facts, welcome, rank.transfers)
+        welcome = Welcome("", processes, chunk, layers, rank.capacity, lease, agents=rank.agents)
+        front = Front(address, facts, welcome, rank.slices, rank.transfers)
         rank.listen(front)
     try:
         while rank.counts.prompts + rank.counts.ended < prompts:
@@ -221,3 +235,36 @@ def in_background(function: Callable[[], Any]) -> Iterator[list[Any]]:
         thread.join()
     if isinstance(results[0], BaseException):
         raise results[0]
+
+
+@contextmanager
+def prefill_command(
+    folder: Path, address: str, lease: float, *flags: str
+) -> Iterator[subprocess.Popen]:
+    """`distca prefill` with two ranks unless flags say otherwise, in processes of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [
+        *(sys.executable, "-m", "distca", "prefill", str(folder)),
+        *("--context-parallel-size", "2", "--port", address.rsplit(":", 1)[1]),
+        *("--lease", str(lease), "--step-timeout", "20", "--kv-cache-memory-bytes", "2000000"),
+        *("--max-num-batched-tokens", "64", "--max-num-seqs", "8", *flags),
+    ]
+    with (
+        (folder / "prefill.log").open("w") as log,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=log
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Processes of the ranks."""
+    found = []
+    for task in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return sorted(pid for pid in found if b"prefill" in Path(f"/proc/{pid}/cmdline").read_bytes())

@@ -6,13 +6,14 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from support.small_models import FAMILIES, SIZES, save_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
-HEADING = "| vLLM's class | in its layers | 1 rank | 2 ranks | 4 ranks |"
-RANKS = (1, 2, 4)
+LAYOUTS = {(1, 1): "1 rank", (2, 1): "2 ranks", (4, 1): "4 ranks", (2, 2): "2 ranks of 2"}
+"""Columns of the table by ranks, and processes of each that share its layers."""
+
+HEADING = f"| vLLM's class | in its layers | {' | '.join(LAYOUTS.values())} |"
 LEAST = 32
 """Fewest tokens that are asked for."""
 
@@ -69,7 +72,8 @@ SMALL: dict[str, Family] = {
     "Phi3ForCausalLM": _of("phi3"),
     "Gemma2ForCausalLM": _of("gemma2", "windows, soft caps", query_pre_attn_scalar=32),
     "Gemma3ForCausalLM": _of("gemma3_text", "windows, norms of heads", query_pre_attn_scalar=32),
-    "GptOssForCausalLM": _of("gpt_oss", "windows, sinks, experts"),
+    # vLLM's experts on CPUs have slices of at least 64.
+    "GptOssForCausalLM": _of("gpt_oss", "windows, sinks, experts", intermediate_size=128),
     "MixtralForCausalLM": Family(
         "MixtralConfig",
         "experts",
@@ -189,13 +193,13 @@ def answering() -> Iterator[Connection]:
         process.kill()
 
 
-def prefill(model: Any, address: str, count: int) -> RankDone:
+def prefill(model: Any, address: str, count: int, changes: Mapping[str, Any]) -> RankDone:
     """Computes prompts on a rank, by vLLM's class."""
     from vllm.distributed import parallel_state
 
     try:
-        changes = {"block_size": 16, "step_timeout": SECONDS}
-        return prefill_with(model, address, count, changes, chunk=96, lease=LEASE)
+        all_changes = {"block_size": 16, "step_timeout": SECONDS, **changes}
+        return prefill_with(model, address, count, all_changes, chunk=96, lease=LEASE)
     finally:
         # The next model has ranks of its own.
         parallel_state.destroy_model_parallel()
@@ -203,32 +207,43 @@ def prefill(model: Any, address: str, count: int) -> RankDone:
         parallel_state._WORLD = None
 
 
-def compare(name: str, ranks: Ranks, pipe: Connection, counts: Sequence[int]) -> None:
-    """Answers of vLLM with so many ranks are those of vLLM alone; ranks compute every prompt.
+def compare(
+    name: str,
+    ranks: Ranks,
+    pipe: Connection,
+    layouts: Iterable[tuple[int, int]],
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Answers of vLLM with some ranks are those of vLLM alone; ranks compute every prompt.
 
     Args:
         name: vLLM's class.
         ranks: processes of the ranks.
         pipe: to the process in which vLLM answers.
-        counts: numbers of ranks.
+        layouts: numbers of ranks, and processes of each that share its layers.
+        changes: of the engine's configuration.
     """
     from distca.vllm.model import read_vllm_model
 
     with TemporaryDirectory() as temporary:
         folder, address = save(name, Path(temporary)), free_address()
-        model = read_vllm_model(str(folder), torch.float32)
-        assert model.class_name == name
+        read = partial(read_vllm_model, str(folder), torch.float32)
         for told in ((folder, address), False):
             pipe.send(told)
         alone: Answers = pipe.recv()
         assert len({tuple(each) for each in alone.tokens}) == len(LENGTHS), "all the same"
-        for count in counts:
-            size = {"world_size": count, "timeout": SECONDS}
-            run = partial(ranks.run, prefill, model, address, len(LENGTHS), **size)
+        for count, size in layouts:
+            model = read(tensor_parallel_size=size, step_timeout=SECONDS)
+            assert model.class_name == name
+            of_ranks = model, address, len(LENGTHS), dict(changes)
+            processes = {"world_size": count * size, "timeout": SECONDS}
+            run = partial(ranks.run, prefill, *of_ranks, **processes)
             with in_background(run) as done:
                 pipe.send(True)
+                while not pipe.poll(1.0):
+                    assert not any(isinstance(each, BaseException) for each in done), done
                 found: Answers = pipe.recv()
-            assert found.tokens == alone.tokens, f"{name} on {count} ranks"
+            assert found.tokens == alone.tokens, f"{name} on {count} ranks of {size}"
             np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-4)
             assert all(each.referenced == 0 for each in done[0])
             received = {each.counts.prompts for each in done[0]}
@@ -246,5 +261,5 @@ def row(name: str, cells: Sequence[str]) -> str:
 
 def table() -> str:
     """The table of `docs/vllm.md`: what `test_families.py` finds with `--full`."""
-    rows = [row(name, ["equal"] * len(RANKS)) for name in SMALL]
-    return "\n".join([HEADING, "| --- " * (2 + len(RANKS)) + "|", *rows])
+    rows = [row(name, ["equal"] * len(LAYOUTS)) for name in SMALL]
+    return "\n".join([HEADING, "| --- " * (2 + len(LAYOUTS)) + "|", *rows])

@@ -31,6 +31,7 @@ from support.vllm_server import MIN_TOKENS, Server, prefill, vllm_serve
 STRATEGIES = {
     "pass-kv": ("--prefill-strategy", "pass-kv", "--transfer", "tcp"),
     "pass-q": ("--prefill-strategy", "pass-q"),
+    "slices": ("--context-parallel-size", "1", "--tensor-parallel-size", "2"),
     "auto": ("--context-parallel-threshold", "256"),
     "runahead": ("--prefill-strategy", "runahead", "--partition", "0.6,0.4"),
     "csps": ("--prefill-strategy", "csps", "--ranks-per-node", "1"),
@@ -132,7 +133,7 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
     assert before["declined_requests_total" + 'reason="unreachable"'] > len(bodies) // 3
     assert before["declined_requests_total" + 'reason="short"'] > len(bodies) // 5
     assert before["asked_requests_total"] == before["received_bytes_total"] == 0
-    for name, flags in STRATEGIES.items() if full else list(STRATEGIES.items())[:2]:
+    for name, flags in STRATEGIES.items() if full else list(STRATEGIES.items())[:3]:
         with prefill(server.folder, server.address, server.folder / f"{name}.log", *flags):
             ready(server)
             server.reset()

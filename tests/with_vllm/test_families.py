@@ -10,10 +10,14 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
 
 from support.ranks import Ranks
-from support.vllm_families import RANKS, SMALL, answering, compare
+from support.vllm_families import LAYOUTS, SMALL, answering, compare
 
-SHORT = ("Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM")
-"""Windows, sinks, and experts."""
+SHORT = {
+    "Gemma3ForCausalLM": [(2, 2)],
+    "GptOssForCausalLM": [(2, 1)],
+    "Qwen3MoeForCausalLM": [(1, 2)],
+}
+"""Windows, sinks, and experts: ranks, and processes of each."""
 
 
 @pytest.fixture(scope="module")
@@ -27,4 +31,4 @@ def vllm() -> Iterator[Connection]:
 def test_answers_are_vllm_s_own(ranks: Ranks, vllm: Connection, name: str, full: bool) -> None:
     if not full and name not in SHORT:
         pytest.skip("runs with --full")
-    compare(name, ranks, vllm, RANKS if full else (2,))
+    compare(name, ranks, vllm, LAYOUTS if full else SHORT[name])

@@ -1,4 +1,4 @@
-"""vLLM whose processes share each layer gets its heads from prefill ranks that have all of them."""
+"""vLLM whose processes share each layer gets its heads from prefill ranks, which may, too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from support.byte_tokenizer import chat_tokenizer
 from support.prefills import Reader, free_address, prompt
 from support.small_models import save_small_model
 from support.vllm_server import MIN_TOKENS, prefill, vllm_serve
+
+LAYOUTS = {
+    "2 processes": ("--context-parallel-size", "1", "--tensor-parallel-size", "2"),
+    "2 ranks of 2": ("--tensor-parallel-size", "2", "--transfer", "tcp"),
+    "2 ranks": (),
+}
 
 
 @pytest.mark.full
@@ -39,14 +45,15 @@ def test_two_processes_of_vllm_answer_as_without_ranks(tmp_path: Path) -> None:
     with vllm_serve(folder, address, port, tmp_path / "vllm.log", *flags) as server:
         expected = server.answers(bodies)
         assert len(set(expected)) > len(bodies) // 2
-        with prefill(folder, address, tmp_path / "ranks.log"):
-            reader = Reader(folder, address, engine="test")
-            assert reader.client.connect(180.0)
-            # vLLM looks for ranks a few times in a lease.
-            time.sleep(3)
-            server.reset()
-            assert server.answers(bodies) == expected
-            wanted = sum(length - 1 for length in lengths if length > MIN_TOKENS)
-            # They say it a few times in a lease.
-            reader.until(lambda: reader.client.state.tokens == wanted)
-            reader.client.close()
+        wanted = sum(length - 1 for length in lengths if length > MIN_TOKENS)
+        for name, of_ranks in LAYOUTS.items():
+            with prefill(folder, address, tmp_path / "ranks.log", "--lease", "30", *of_ranks):
+                reader = Reader(folder, address, engine="test")
+                assert reader.client.connect(180.0)
+                # vLLM looks for ranks a few times in a lease.
+                time.sleep(15)
+                server.reset()
+                assert server.answers(bodies) == expected, name
+                # They say it a few times in a lease.
+                reader.until(lambda client=reader.client: client.state.tokens == wanted)
+                reader.client.close()
