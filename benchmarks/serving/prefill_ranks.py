@@ -104,7 +104,9 @@ def prefill(rank: int, job: Job, store: str, results: Any) -> None:
     )
     one = TimedRank(config, model, job.chunk, LEASE)
     if rank == 0:
-        facts = model_facts(model.config, job.model, "float32", model.frequencies)
+        facts = model_facts(
+            model.config, job.model, "float32", model.frequencies, model.quantization
+        )
         layers = len(model.windows)
         welcome = Welcome("", job.ranks, job.chunk, layers, one.capacity, LEASE)
         front = Front("tcp://127.0.0.1:*", facts, welcome, one.slices)
@@ -146,7 +148,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     for process in processes:
         process.start()
     model = read_model(job.model, torch.float32)
-    facts = model_facts(model.config, job.model, "float32", model.frequencies)
+    facts = model_facts(model.config, job.model, "float32", model.frequencies, model.quantization)
     hello = Hello(facts, "engine", heads=model.kv_heads)
     taken = 0
 

@@ -275,7 +275,7 @@ def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
     rank = PrefillRank(config, model, args.max_num_batched_tokens, args.lease, args.transfer)
     if dist.get_rank() == 0:
         folder = model_folder(args.model)
-        facts = model_facts(model.config, folder, args.dtype, model.frequencies)
+        facts = model_facts(model.config, folder, args.dtype, model.frequencies, model.quantization)
         welcome = Welcome(
             "",
             config.processes,

@@ -172,6 +172,11 @@ class ServedModel:
         return "those of transformers' code"
 
     @property
+    def quantization(self) -> str:
+        """How weights are quantized."""
+        return "none"
+
+    @property
     def kv_heads(self) -> int:
         """Key-value heads of a whole layer."""
         config = self.config

@@ -18,12 +18,15 @@ _HEADER = 1 << 16
 """Bytes of a file of weights that count: names and shapes come first, then values."""
 
 
+NOT_QUANTIZED = "none"
+"""Weights have the dtype of rows."""
+
 _OF_LENGTH = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies depend on the longest sequence, and on whose code it is."""
 
 
 def model_facts(
-    config: PreTrainedConfig, folder: str, dtype: str, frequencies: str
+    config: PreTrainedConfig, folder: str, dtype: str, frequencies: str, quantization: str
 ) -> dict[str, str]:
     """Says what keys and values of a model depend on, and how they are sent.
 
@@ -32,6 +35,7 @@ def model_facts(
         folder: folder of the model.
         dtype: name of the dtype of keys and values.
         frequencies: how rotary frequencies that depend on the longest sequence are chosen.
+        quantization: how weights are quantized as they are computed with; `NOT_QUANTIZED`: not.
 
     Returns:
         Values by names that a user understands.
@@ -58,6 +62,7 @@ def model_facts(
         "protocol": str(PROTOCOL),
         **told,
         "dtype": dtype,
+        "quantization of weights": quantization,
         "weights": _weights_digest(Path(folder)),
     }
 

@@ -27,6 +27,7 @@ from distca.prefill.client import PrefillClient
 from distca.prefill.facts import frequencies_of_vllm, model_facts, model_folder
 from distca.prefill.messages import Hello
 from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.vllm.families import quantization
 from distca.vllm.settings import Settings, checked_settings
 from distca.vllm.stats import PrefillMetrics, PrefillStats
 
@@ -427,4 +428,4 @@ def _facts(config: VllmConfig) -> dict[str, str]:
     frequencies = frequencies_of_vllm(model.max_model_len)
     # vLLM has downloaded it by now.
     folder = model_folder(str(model.model), model.revision, config.load_config.download_dir)
-    return model_facts(model.hf_text_config, folder, dtype, frequencies)
+    return model_facts(model.hf_text_config, folder, dtype, frequencies, quantization(model))

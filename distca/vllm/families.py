@@ -9,6 +9,8 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
+from distca.prefill.facts import NOT_QUANTIZED
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
@@ -26,6 +28,20 @@ PROVED = (
 )
 """Classes of vLLM whose rows were held against vLLM's own: each has a row in the table of
 `docs/vllm.md`."""
+
+
+QUANTIZED = ("compressed-tensors int-quantized",)
+"""Methods of quantized weights, and their formats, that were held against vLLM's own: each has a
+row in a table of `docs/vllm.md`."""
+
+
+def quantization(model: ModelConfig) -> str:
+    """Returns how vLLM quantizes a model's weights: method, and the checkpoint's format if any."""
+    if model.quantization is None:
+        return NOT_QUANTIZED
+    found = getattr(model.hf_config, "quantization_config", None)
+    form = found.get("format") if isinstance(found, Mapping) else None
+    return f"{model.quantization} {form}" if form else str(model.quantization)
 
 
 def check_model(model: ModelConfig) -> None:
@@ -47,8 +63,14 @@ def check_model(model: ModelConfig) -> None:
     ):
         if has:
             raise _refused(model, what)
-    if model.quantization is not None:
-        raise _refused(model, f"has quantized weights ({model.quantization})")
+    quantized = quantization(model)
+    if quantized not in (NOT_QUANTIZED, *QUANTIZED):
+        raise ValueError(
+            f"{model.model} has quantized weights ({quantized}), which were not proved: prefill "
+            f"ranks run {', '.join(QUANTIZED)}"
+        )
+    if quantized != NOT_QUANTIZED and model.is_moe:
+        raise ValueError(f"{model.model} has quantized experts, which were not proved")
     if model.using_transformers_backend():
         raise _refused(model, f"is a {model.architectures[0]}, for which vLLM has no class")
 

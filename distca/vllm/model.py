@@ -31,8 +31,14 @@ from distca.cost.volume import AttentionShape
 from distca.inference.models import ServedModel
 from distca.inference.runnable import LayerAttention, RunnableModel
 from distca.inference.tensor_parallel import ALONE, TensorRanks
-from distca.prefill.facts import frequencies_of_vllm
-from distca.vllm.families import attention_layers, check_layers, check_model, softcap
+from distca.prefill.facts import NOT_QUANTIZED, frequencies_of_vllm
+from distca.vllm.families import (
+    attention_layers,
+    check_layers,
+    check_model,
+    quantization,
+    softcap,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class VllmModel(ServedModel):
         longest: most tokens of a sequence.
         whole_kv_heads: key-value heads of a whole layer.
         step_timeout: seconds after which an exchange of the ranks that share layers has failed.
+        quantized: how vLLM quantizes the weights.
         cap: bound of the scores of attention; None: there is none.
     """
 
@@ -51,6 +58,7 @@ class VllmModel(ServedModel):
     longest: int = 0
     whole_kv_heads: int = 0
     step_timeout: float = 600.0
+    quantized: str = NOT_QUANTIZED
     cap: float | None = None
 
     @property
@@ -67,6 +75,11 @@ class VllmModel(ServedModel):
     def frequencies(self) -> str:
         """See `ServedModel.frequencies`."""
         return frequencies_of_vllm(self.longest)
+
+    @property
+    def quantization(self) -> str:
+        """See `ServedModel.quantization`."""
+        return self.quantized
 
     @property
     def kv_heads(self) -> int:
@@ -168,6 +181,7 @@ def read_vllm_model(
         longest=int(model.max_model_len),
         whole_kv_heads=int(model.get_total_num_kv_heads()),
         step_timeout=step_timeout,
+        quantized=quantization(model),
         cap=softcap(first),
     )
 

@@ -185,7 +185,7 @@ def test_rotary_frequencies_of_a_length_must_be_the_same_code_s(kind: str) -> No
     config = LlamaConfig(num_hidden_layers=1)
     config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
     codes = [frequencies_of_vllm(4096), frequencies_of_vllm(8192), "those of transformers' code"]
-    first, *others = (model_facts(config, ".", "float32", code) for code in codes)
+    first, *others = (model_facts(config, ".", "float32", code, "none") for code in codes)
     assert disagreement(first, first) is None
     for code, facts in zip(codes[1:], others, strict=True):
         told = disagreement(first, facts)
@@ -196,6 +196,16 @@ def test_rotary_frequencies_of_a_length_must_be_the_same_code_s(kind: str) -> No
             assert told.startswith("rotary frequencies: ")
             assert "4096" in told
             assert code in told
+
+
+def test_weights_must_be_quantized_alike() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=1)
+    theirs, ours = (model_facts(config, ".", "float32", "", kind) for kind in ("fp8", "none"))
+    assert disagreement(theirs, ours) == (
+        "quantization of weights: the engine has fp8, and the prefill ranks have none"
+    )
 
 
 def test_a_model_may_be_known_by_its_name_on_the_hub(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def prefill_with(
     rank = PrefillRank(config, model, chunk, lease, transfer)
     front = None
     if dist.get_rank() == 0:
-        facts = model_facts(model.config, model.path, "float32", model.frequencies)
+        facts = model_facts(
+            model.config, model.path, "float32", model.frequencies, model.quantization
+        )
         layers = len(model.windows)
         welcome = Welcome("", processes, chunk, layers, rank.capacity, lease, agents=rank.agents)
         front = Front(address, facts, welcome, rank.slices, rank.transfers)
@@ -132,7 +134,10 @@ class Reader:
     ) -> None:
         model = read_model(str(folder), torch.float32)
         first, count = heads or (0, model.kv_heads)
-        known = model_facts(model.config, str(folder), "float32", model.frequencies) | facts
+        known = (
+            model_facts(model.config, str(folder), "float32", model.frequencies, model.quantization)
+            | facts
+        )
         hello = Hello(known, engine, *worker, "", first, count)
         self._shape = len(model.windows), count, model.shape.head_dim
         self.rows: dict[Transfer, tuple[torch.Tensor, torch.Tensor]] = {}

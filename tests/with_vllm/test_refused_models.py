@@ -28,6 +28,8 @@ PLAIN: dict[str, Any] = {
     "is_multimodal_model": False,
     "uses_mrope": False,
     "quantization": None,
+    "hf_config": SimpleNamespace(),
+    "is_moe": False,
     "using_transformers_backend": lambda: False,
     "architectures": ["SomeForCausalLM"],
 }
@@ -43,7 +45,22 @@ PLAIN: dict[str, Any] = {
         ({"has_inner_state": True}, "has Mamba or linear attention layers"),
         ({"is_multimodal_model": True}, "has encoders of images or sounds"),
         ({"uses_mrope": True}, "has rotary embeddings of several dimensions"),
-        ({"quantization": "awq"}, r"has quantized weights \(awq\)"),
+        ({"quantization": "awq"}, r"has quantized weights \(awq\), which were not proved"),
+        (
+            {
+                "quantization": "compressed-tensors",
+                "hf_config": SimpleNamespace(quantization_config={"format": "pack-quantized"}),
+            },
+            r"has quantized weights \(compressed-tensors pack-quantized\), which were not proved",
+        ),
+        (
+            {
+                "quantization": "compressed-tensors",
+                "hf_config": SimpleNamespace(quantization_config={"format": "int-quantized"}),
+                "is_moe": True,
+            },
+            "has quantized experts, which were not proved",
+        ),
         ({"using_transformers_backend": lambda: True}, "for which vLLM has no class"),
     ],
 )
