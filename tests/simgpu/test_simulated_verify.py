@@ -12,7 +12,7 @@ import pytest
 from support.simgpu.machine import Machine, built_or_skip
 
 CAPACITY = 1_200_000_000
-# Training has its own test: Megatron-LM starts four processes, in minutes.
+# Training has its own tests: Megatron-LM starts processes, in minutes.
 STAGES = "environment links kernels transports answers overlap costs memory serving".split()
 ALONE = {"transports", "overlap"}
 """Stages that need two ranks."""
@@ -28,7 +28,7 @@ SAYS = {
 
 def verify(machine: Machine, *flags: str) -> subprocess.CompletedProcess[str]:
     built_or_skip()
-    return machine.run([sys.executable, "-m", "distca", "verify", *flags], seconds=600)
+    return machine.run([sys.executable, "-m", "distca", "verify", *flags], seconds=900)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,22 @@ def test_a_machine_that_works_ends_with_0(devices: int) -> None:
     states = {line["stage"]: line["state"] for line in report["stages"]}
     alone = ALONE if devices == 1 else set()
     assert states == {name: "not run" if name in alone else "ok" for name in STAGES}
+
+
+def trained(devices: int) -> subprocess.CompletedProcess[str]:
+    return verify(Machine(devices, CAPACITY), "--json", "--stages", "training")
+
+
+@pytest.mark.parametrize(
+    "devices", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_training_ends_with_0(devices: int) -> None:
+    """With what Megatron needs where Transformer Engine and apex are missing."""
+    ran = trained(devices)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [line] = json.loads(ran.stdout)["stages"]
+    assert line["state"] == "ok", line
+    assert line["figures"]["losses_apart"] < 0.001, line
 
 
 def test_too_little_memory_is_said_at_once() -> None:

@@ -27,6 +27,13 @@ _APART = {torch.float32: 1e-4, torch.bfloat16: 0.01}
 """Most that losses may differ, relative to plain Megatron's."""
 _VOCABULARY = 128
 _SECONDS = 400
+_WITHOUT = {
+    "transformer_engine": "--transformer-impl local --no-rope-fusion",
+    # Modules of apex.
+    "fused_weight_gradient_mlp_cuda": "--no-gradient-accumulation-fusion",
+    "scaled_masked_softmax_cuda": "--no-masked-softmax-fusion",
+}
+"""Flags for what is not installed."""
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -149,8 +156,7 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
     """.split()
     command += ["--data-path", str(context.folder / "documents")]
     command += ["--bf16"] if context.on_gpu else []
-    if importlib.util.find_spec("transformer_engine") is None:
-        command += ["--transformer-impl", "local"]
+    command += _flags_of_this_installation()
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -179,6 +185,14 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
         raise Fault(f"a run {name} failed: {last}", f"run it by itself: {' '.join(command)}")
     seconds = [float(each) for each in _STEP_SECONDS.findall(printed)]
     return Ran(losses, statistics.median(seconds[2:]))
+
+
+def _flags_of_this_installation() -> list[str]:
+    """Returns the flags without which Megatron-LM stops where packages are missing."""
+    missing = [
+        flags for module, flags in _WITHOUT.items() if importlib.util.find_spec(module) is None
+    ]
+    return " ".join(missing).split()
 
 
 def _said(ran: Ran) -> str:
