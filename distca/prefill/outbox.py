@@ -55,8 +55,29 @@ class Connection(Protocol):
         ...
 
 
+@dataclass
+class _OnItsWay:
+    """Rows whose copies to the host are under way.
+
+    Attributes:
+        parcel: rows in memory of the host.
+        copied: event that follows the copies; None: the rows were on the host.
+    """
+
+    parcel: Parcel
+    copied: torch.cuda.Event | None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the copies have ended."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+
 class TcpConnection:
     """Messages of ZeroMQ, which has a queue and a thread of its own.
+
+    Rows of a GPU are copied to pinned memory on a stream of their own, beside what the GPU
+    computes. They are sent once they are there: `pump` looks.
 
     Args:
         inbox: address of the process.
@@ -67,22 +88,48 @@ class TcpConnection:
         # The engine has blocks for all that is sent.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(inbox)
+        self._copying: deque[_OnItsWay] = deque()
+        self._stream: torch.cuda.Stream | None = None
 
     def send(self, parcel: Parcel) -> None:
         """See `Connection`."""
-        frames = [_bytes_of(rows).cpu().numpy() for rows in (parcel.keys, parcel.values)]
-        self._socket.send_multipart([encode(parcel.rows), *frames], copy=False)
+        self._copying.append(
+            self._copied(parcel) if parcel.keys.is_cuda else _OnItsWay(parcel, None)
+        )
+        self.pump()
 
     def pump(self) -> None:
         """See `Connection`."""
+        while self._copying and self._copying[0].is_there:
+            parcel = self._copying.popleft().parcel
+            frames = [_bytes_of(rows).numpy() for rows in (parcel.keys, parcel.values)]
+            self._socket.send_multipart([encode(parcel.rows), *frames], copy=False)
 
     def forget(self, transfer: Transfer) -> None:
         """See `Connection`."""
+        kept = (each for each in self._copying if each.parcel.rows.transfer != transfer)
+        self._copying = deque(kept)
 
     def close(self) -> list[Parcel]:
         """See `Connection`."""
+        self._copying.clear()
         self._socket.close(linger=0)
         return []
+
+    def _copied(self, parcel: Parcel) -> _OnItsWay:
+        """Starts the copies of a parcel to pinned memory."""
+        device = parcel.keys.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        copies = []
+        with torch.cuda.stream(self._stream):
+            for rows in (parcel.keys, parcel.values):
+                copy = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+                copies.append(copy.copy_(rows, non_blocking=True))
+                # Its memory may be given out again while it is still copied.
+                rows.record_stream(self._stream)
+        return _OnItsWay(Parcel(parcel.rows, *copies), self._stream.record_event())
 
 
 @dataclass
@@ -231,20 +278,23 @@ class Outbox:
 
     def pump(self) -> None:
         """Goes on with what is under way."""
-        if self._agent is None or not self._nixl:
-            return
-        for name, message in self._agent.notified():
+        told = self._agent.notified() if self._agent is not None and self._nixl else ()
+        for name, message in told:
             connection = next((each for each in self._nixl.values() if each.name == name), None)
             if connection is not None:
                 try:
                     connection.taken(self._decoder.decode(message).slot)
                 except msgspec.MsgspecError as error:
                     logger.warning("a message cannot be read: %s", error)
-        for inbox, connection in list(self._nixl.items()):
+        for inbox, each in list(self._connections.items()):
             try:
-                connection.pump()
+                each.pump()
             except NixlError as error:
                 self._by_tcp(inbox, error)
+
+    def sends_later(self, to: Receiving) -> bool:
+        """Returns whether rows to a process may be sent by `pump`, after `send`."""
+        return to.landing is not None or self._device.type == "cuda"
 
     def forget(self, receiving: Iterable[Receiving], transfer: Transfer) -> None:
         """Drops the rows of a prompt that wait."""

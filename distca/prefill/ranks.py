@@ -251,7 +251,7 @@ class PrefillRank:
         self._outbox.pump()
         if self._front is not None:
             writing = any(
-                each.landing is not None
+                self._outbox.sends_later(each)
                 for prompt in self._prompts.values()
                 for each in prompt.receiving
             )

@@ -105,6 +105,9 @@ def a_copy_to_the_host_comes_when_it_is_waited_for() -> None:
     done = torch.cuda.Event()
     done.record()
     assert host.isnan().all(), "read before it has come"
+    # What another stream has done says nothing of it.
+    torch.cuda.Stream().record_event().synchronize()
+    assert host.isnan().all()
     done.synchronize()
     assert host.eq(1).all()
 

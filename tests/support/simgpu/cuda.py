@@ -125,7 +125,7 @@ class Stream:
         native.synchronize("stream", self.device_index, 0, self.stream_id)
 
     def query(self) -> bool:
-        native.arrive()
+        native.arrive(self.device_index, 0, self.stream_id)
         return True
 
     def is_capturing(self) -> bool:
@@ -168,7 +168,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        native.arrive()
+        native.arrive(0, self.number, 0)
         return True
 
     def synchronize(self) -> None:

@@ -56,7 +56,8 @@ void take_over() {
 
 void synchronize(const std::string& name, int device, int64_t a, int64_t stream) {
   note_sync(name, device, a, stream);
-  arrive();
+  bool of_event = name == "event", of_stream = name == "stream";
+  arrive(of_event ? a : 0, of_stream ? stream : 0);
 }
 
 // A function of Python that stands for a kernel.
@@ -110,7 +111,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", [](std::string name, int device, int64_t a, int64_t stream) {
     synchronize(name, device, a, stream_key(device, stream));
   });
-  m.def("arrive", &arrive);
+  m.def("arrive", [](int device, int64_t event, int64_t stream) {
+    arrive(event, event ? 0 : stream_key(device, stream));
+  });
   m.def("new_stream", [] { return machine().next_stream++; });
   m.def("new_event", [] { return machine().next_event++; });
   m.def("device", [] { return here().device; });

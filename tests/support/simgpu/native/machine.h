@@ -47,12 +47,54 @@ inline void note_sync(const std::string& name, int device, int64_t a = 0, int64_
   capture_state().refuse_wait(name, stream);
   if (log().on()) log().add({"sync", name, device, stream, a});
 }
+// Which copies to the host a stream's work comes after: who waits for the stream has them.
+class Copies {
+ public:
+  int64_t start(int64_t stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pending_.insert(++last_);
+    of_streams_[stream].insert(last_);
+    return last_;
+  }
+  void record(int64_t stream, int64_t event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& known = of_streams_[stream];
+    for (auto it = known.begin(); it != known.end();)
+      it = pending_.count(*it) ? std::next(it) : known.erase(it);
+    of_events_[event] = known;
+  }
+  void wait(int64_t stream, int64_t event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = of_events_.find(event);
+    if (found != of_events_.end())
+      of_streams_[stream].insert(found->second.begin(), found->second.end());
+  }
+  // What has ended once an event, or a stream's work, has: all if both are 0.
+  std::set<int64_t> ended(int64_t event, int64_t stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto done = event ? of_events_[event] : stream ? of_streams_[stream] : pending_;
+    for (auto each : done) pending_.erase(each);
+    return done;
+  }
+
+ private:
+  std::mutex mutex_;
+  int64_t last_ = 0;
+  std::set<int64_t> pending_;
+  std::map<int64_t, std::set<int64_t>> of_streams_, of_events_;
+};
+inline Copies& copies() {
+  static auto* it = new Copies;
+  return *it;
+}
 inline void note_record(int device, int64_t stream, int64_t event) {
   capture_state().record(stream, event);
+  copies().record(stream, event);
   log().add({"record", "", device, stream, event});
 }
 inline void note_wait(int device, int64_t stream, int64_t event) {
   capture_state().wait(stream, event);
+  copies().wait(stream, event);
   log().add({"wait", "", device, stream, event});
 }
 

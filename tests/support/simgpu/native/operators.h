@@ -142,7 +142,7 @@ inline void end_capture(int64_t id) {
 
 struct Arriving {
   Tensor to, bytes;
-  int64_t stream;
+  int64_t number;
 };
 inline std::mutex& arriving_mutex() {
   static auto* it = new std::mutex;
@@ -152,11 +152,14 @@ inline std::vector<Arriving>& arriving() {
   static auto* it = new std::vector<Arriving>;
   return *it;
 }
-inline void arrive() {
-  std::vector<Arriving> all;
+// What an event, or else a stream, is waited for brings with it; all where both are 0.
+inline void arrive(int64_t event = 0, int64_t stream = 0) {
+  std::vector<Arriving> all, left;
+  auto ended = copies().ended(event, stream);
   {
     std::lock_guard<std::mutex> lock(arriving_mutex());
-    all.swap(arriving());
+    for (auto& each : arriving()) (ended.count(each.number) ? all : left).push_back(each);
+    arriving().swap(left);
   }
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   for (auto& each : all) each.to.copy_(each.bytes);
@@ -357,7 +360,7 @@ inline Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     const bool whole = !at::isFloatingType(to.scalar_type());
     to.fill_(!whole ? NAN : to.scalar_type() == at::kByte ? 255 : -1);
     std::lock_guard<std::mutex> lock(arriving_mutex());
-    arriving().push_back({to, bytes, current_key(device)});
+    arriving().push_back({to, bytes, copies().start(current_key(device))});
   } else if (lands || leaves) {
     move_bytes(to, from);
   }
