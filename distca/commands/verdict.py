@@ -84,7 +84,7 @@ class Verdict:
             return f"Fastest of Megatron's: {had}." if had else "Nothing of Megatron's fits."
         if self.distca is None:
             if not had:
-                return "Nothing fits in memory: use more GPUs, or --recompute full."
+                return "Nothing fits in memory: use more GPUs."
             return f"Don't use DistCA: it does not fit in memory. Use {had}."
         if not self.compared:
             return "No verdict: --systems has nothing that every user of Megatron has."
@@ -98,10 +98,13 @@ class Verdict:
                 + had
                 + (": one batch has no range." if math.isnan(self.gain.low) else ".")
             )
-        return f"Don't use DistCA: {had} is {self.gain.inverse()} times as fast."
+        return f"Don't use DistCA: {had} is {self.gain.inverse()} times as fast as it."
 
     def first_line(self, workload: Workload) -> str:
         """Returns the answer, and whether what it recommends cannot run as it was asked for."""
+        nothing = self.asked and self.distca is None and self.megatron is None
+        if nothing and workload.recompute != "full":
+            return f"{self} Or give --recompute full."
         if self.faster and self.distca is not None and self.distca.candidate is not None:
             try:
                 training_flags(self.distca.candidate, workload)

@@ -50,7 +50,8 @@ class SpeedUp:
         # The error of a ratio of sums, to first order.
         spread = math.sqrt(float(((theirs - mean * mine) ** 2).sum()) / (count - 1))
         error = _quantile(count - 1) * spread / math.sqrt(count) / float(mine.mean())
-        return SpeedUp(mean, mean - error, mean + error, count)
+        # Few batches that differ much tell nothing, and no ratio is below 0.
+        return SpeedUp(mean, max(mean - error, 0.0), mean + error, count)
 
     @property
     def faster(self) -> bool | None:
@@ -66,7 +67,8 @@ class SpeedUp:
 
     def inverse(self) -> SpeedUp:
         """Returns how much faster the other system is."""
-        return SpeedUp(1 / self.mean, 1 / self.high, 1 / self.low, self.batches)
+        most = 1 / self.low if self.low else math.inf
+        return SpeedUp(1 / self.mean, 1 / self.high, most, self.batches)
 
     def __str__(self) -> str:
         if math.isnan(self.low):

@@ -73,6 +73,26 @@ def refuse_lost_tracker(root: str | Path) -> None:
         )
 
 
+def refuse_to_overwrite(save: str | Path, load: str | Path | None) -> None:
+    """Refuses a folder that has the checkpoints of another run, which this one would overwrite.
+
+    Args:
+        save: value of `--save`.
+        load: value of `--load`.
+
+    Raises:
+        ValueError: the folder has a whole checkpoint, and the run does not go on from there.
+    """
+    if load is not None and Path(load).resolve() == Path(save).resolve():
+        return
+    whole = latest_whole_iteration(save)
+    if whole is not None:
+        raise ValueError(
+            f"--save {save} has checkpoints up to iteration {whole}, which this run would "
+            f"overwrite from iteration 0 on: give --load {save} to go on, or another --save"
+        )
+
+
 def names_a_release(root: str | Path) -> bool:
     """Returns whether the tracker names weights of no iteration, as converters write them."""
     tracker = Path(root) / TRACKER

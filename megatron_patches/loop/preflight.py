@@ -33,6 +33,7 @@ from megatron_patches.loop.checkpoint_folder import (
     find_corruption,
     loaded_checkpoint,
     refuse_lost_tracker,
+    refuse_to_overwrite,
     suggest_checkpoint,
 )
 from megatron_patches.loop.failure_report import PATIENCE
@@ -103,7 +104,8 @@ def check_read(config: DistcaConfig, args: Namespace) -> None:
     """Tries what is read: the data, the checkpoint and the profile.
 
     Raises:
-        ValueError: one of them is missing, corrupt, or of another run's shape.
+        ValueError: one of them is missing, corrupt, or of another run's shape, or the run would
+            overwrite another's checkpoints.
     """
     evaluates = bool(args.eval_iters or args.full_validation)
     check_documents(config, args, SPLITS if evaluates else SPLITS[:1])
@@ -112,6 +114,8 @@ def check_read(config: DistcaConfig, args: Namespace) -> None:
         schedule_config(config, args, sizes.servers(config.dedicated))
     if args.load is not None:
         check_checkpoint(args)
+    if config.enabled and args.save is not None:
+        refuse_to_overwrite(args.save, args.load)
 
 
 def check_checkpoint(args: Namespace) -> None:

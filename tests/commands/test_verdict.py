@@ -48,7 +48,7 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
         ),
         (
             [choice("plain", [0.9] * 3), choice("cp-a2a", [0.89999] * 3), FLAT],
-            "Don't use DistCA: plain Megatron is 1.111 (1.111 to 1.111) times as fast.",
+            "Don't use DistCA: plain Megatron is 1.111 (1.111 to 1.111) times as fast as it.",
             ["Megatron-LM"],
         ),
         (
@@ -72,7 +72,7 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
         ),
         (
             [choice("plain", [0.99, 0.99, 0.99]), FLAT],
-            "Don't use DistCA: plain Megatron is 1.010 (1.010 to 1.010) times as fast. "
+            "Don't use DistCA: plain Megatron is 1.010 (1.010 to 1.010) times as fast as it. "
             "The difference is within the simulator's error: 1.8% of a step in the median, against "
             "runs on CPUs.",
             ["Megatron-LM"],
@@ -95,7 +95,7 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
         ),
         (
             [nothing("plain"), nothing("tiles")],
-            "Nothing fits in memory: use more GPUs, or --recompute full.",
+            "Nothing fits in memory: use more GPUs.",
             [],
         ),
         ([choice("plain", [0.5, 0.5])], "Fastest of Megatron's: plain Megatron.", ["Megatron-LM"]),
@@ -114,6 +114,12 @@ def test_what_megatron_refuses_has_no_flags_but_a_line() -> None:
     assert str(verdict).startswith("Don't use DistCA: hybrid context parallel is")
     (line,) = verdict.how_to_train(JOB)
     assert line.startswith("No flags of Megatron-LM for hybrid context parallel: Megatron-LM gives")
+
+
+def test_what_was_tried_is_not_advised() -> None:
+    verdict = Verdict.of([nothing("plain"), nothing("tiles")])
+    assert verdict.first_line(JOB).endswith("use more GPUs. Or give --recompute full.")
+    assert verdict.first_line(replace(JOB, recompute="full")).endswith("use more GPUs.")
 
 
 def test_what_cannot_run_as_asked_is_told_in_the_first_line() -> None:

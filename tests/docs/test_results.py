@@ -115,7 +115,8 @@ def test_the_simulated_job_of_the_front_page_is_what_the_command_says() -> None:
     page = (ROOT / "docs" / "when_it_helps.md").read_text()
     shown = page[page.index("--cluster dgx-h200 --gpus 64 --plot advice.png\n") :]
     (verdict,) = re.findall(
-        r"^    Use DistCA: (\S+) \((\S+ to \S+)\) times as fast as Megatron's best",
+        r"^    Use DistCA: (\S+) \((\S+ to \S+)\) times as fast as Megatron's best, "
+        r"context parallel, a2a\+p2p\.$",
         shown,
         re.MULTILINE,
     )
@@ -127,8 +128,9 @@ def test_the_simulated_job_of_the_front_page_is_what_the_command_says() -> None:
     }
     (peer,) = over["WLB-LLM, ideal"]
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"use DistCA, {verdict[0]} times as fast as Megatron's best ({verdict[1]}, " in text
-    assert f"range of the mean over {batches} batches)" in text
+    best = "Megatron's best, context parallelism by a2a+p2p"
+    assert f"use DistCA, {verdict[0]} times as fast as {best} ({verdict[1]}, " in text
+    assert f"confidence interval of the mean over {batches} batches)" in text
     beyond = abs(float(peer[0]) - 1) > SIMULATORS_ERROR
     within = "" if beyond else ", within the simulator's error"
     over_peer = f"Over WLB-LLM, which Megatron doesn't have, it is {peer[0]} ({peer[1]}){within}."

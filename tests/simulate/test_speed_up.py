@@ -14,12 +14,18 @@ def test_a_ratio_of_sums_and_its_range() -> None:
     found = SpeedUp.of([1.0, 3.0], [1.1, 3.3])
     assert [found.low, found.mean, found.high] == pytest.approx([1.1, 1.1, 1.1])
     assert (found.faster, found.batches) == (True, 2)
-    # By hand: 2.5 / 2, residuals of -0.25 and 0.25, Student's quantile of one degree of freedom.
-    found = SpeedUp.of([1.0, 1.0], [1.0, 1.5])
+    # By hand: 2.5 / 2, residuals of -0.05 and 0.05, Student's quantile of one degree of freedom.
+    found = SpeedUp.of([1.0, 1.0], [1.2, 1.3])
     assert found.mean == 1.25
-    assert found.high - found.mean == pytest.approx(12.706 * math.sqrt(0.125 / 2))
+    assert found.high - found.mean == pytest.approx(12.706 * math.sqrt(0.005 / 2))
     assert found.mean - found.low == pytest.approx(found.high - found.mean)
     assert found.faster is None
+
+
+def test_no_ratio_is_below_0() -> None:
+    found = SpeedUp.of([1.0, 1.0], [1.0, 1.5])
+    assert str(found) == "1.250 (0.000 to 4.426)"
+    assert found.inverse().high == math.inf
 
 
 def test_the_other_way_round() -> None:

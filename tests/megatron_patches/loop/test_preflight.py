@@ -73,6 +73,25 @@ def test_what_a_failed_save_has_left_is_named_where_room_is_missing(tmp_path, mo
         lock_save_of(args)
 
 
+def test_another_run_s_checkpoints_are_not_overwritten(corpus, tmp_path) -> None:
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    args = bytes_tokens(corpus, "--distca", "--save", str(ours))
+    config = DistcaConfig.from_args(args)
+    check_read(config, args)
+    for folder in (ours, other):
+        write_checkpoint(folder, args, 2)
+    with pytest.raises(ValueError, match=r"up to iteration 2, which .*: give --load .* to go on"):
+        check_read(config, args)
+    args.load = str(other)
+    with pytest.raises(ValueError, match=r"--save .*ours has checkpoints up to iteration 2"):
+        check_read(config, args)
+    # Another spelling of the same folder; and Megatron-LM's own run, of which nothing changes.
+    args.load = f"{ours}/../ours"
+    check_read(config, args)
+    args.load = None
+    check_read(DistcaConfig.from_args(bytes_tokens(corpus)), args)
+
+
 @pytest.mark.parametrize(
     ("flags", "each"),
     [
