@@ -272,11 +272,17 @@ class _Search:
         wanted = len(left) if effort.fitting is None else effort.fitting
         fitting: list[Candidate] = []
         others: list[Candidate] = []
+        # Samples of these promise more time than others take.
+        behind: list[Candidate] = []
         tries = 0
-        while left and len(fitting) < wanted and (not fitting or tries < _TRIES * wanted):
+        while (
+            left
+            and len(fitting) + len(behind) < wanted
+            and (not fitting or tries < _TRIES * wanted)
+        ):
             # Of each a substitute may run, too.
-            number = min(wanted - len(fitting), max((_TRIES * wanted - tries) // 2, 1))
-            some = self._take(number, fitting)
+            number = wanted - len(fitting) - len(behind)
+            some = self._take(min(number, max((_TRIES * wanted - tries) // 2, 1)), fitting, behind)
             if not some:
                 break
             tries += len(some)
@@ -313,37 +319,47 @@ class _Search:
     def _least(self, candidate: Candidate) -> float:
         """Returns seconds that a configuration takes at least in the first round.
 
-        An `estimate` is no bound, as idle stages may take more than their share of a tick. Where
-        there are many ticks, some of them tell more.
+        An `estimate` is no bound, as idle stages may take more than their share of a tick.
         """
         seconds = self.bound(candidate)
         if candidate.system in DISTCA_SYSTEMS and candidate.stages > 1:
             first = self.batches[: self._first]
-            seconds = max(seconds, sum(estimate(candidate, self.workload, each) for each in first))
-        samples = [bounds.sample(candidate) for bounds in self.bounds]
-        return max(seconds, sum(each.least for each in samples if each is not None))
+            return max(seconds, sum(estimate(candidate, self.workload, each) for each in first))
+        return seconds
 
-    def _take(self, number: int, fitting: Sequence[Candidate]) -> list[Candidate]:
+    def _promised(self, candidate: Candidate) -> float:
+        """Returns the same, of which some of many ticks tell more."""
+        samples = [bounds.sample(candidate) for bounds in self.bounds]
+        told = sum(each.least for each in samples if each is not None)
+        return max(self._least(candidate), told)
+
+    def _take(
+        self, number: int, fitting: Sequence[Candidate], behind: list[Candidate]
+    ) -> list[Candidate]:
         """Takes the next configurations from `left`, but for those that `Effort.keep` leaves out.
 
         Args:
-            number: most configurations to take.
+            number: most configurations to take, or to add to `behind`.
             fitting: configurations that have run in this round, and fit.
+            behind: where those are added that samples leave out.
         """
         left = self.left
         some: list[Candidate] = []
         wave = min(number, _WAVE if self.effort.alternatives is None else _PAIR)
         most = self._most
+        most_taken = max(wave, self._considered(number))
+        slow: list[Candidate] = []
         for candidate in left:
-            if len(some) == max(wave, self._considered(number)):
+            if len(some) == most_taken or len(some) + len(slow) == number:
                 break
-            before = (*fitting, *some)
+            before = (*fitting, *some, *behind)
             divided = any(only_divides_further(candidate, other) for other in before)
             if not divided and self._least(candidate) <= most:
-                some.append(candidate)
+                (some if self._promised(candidate) <= most else slow).append(candidate)
+        behind += slow
         if len(some) > wave:
-            some = sorted(some, key=self._least)[:wave]
-        left[:] = [candidate for candidate in left if candidate not in some]
+            some = sorted(some, key=self._promised)[:wave]
+        left[:] = [candidate for candidate in left if candidate not in (*some, *slow)]
         return some
 
     def _considered(self, number: int) -> int:
