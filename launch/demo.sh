@@ -42,6 +42,9 @@ flags=(
     --log-interval 5 --eval-interval 1000
 )
 
+# A run with --distca does not write over another one's checkpoints; these are the demo's own.
+$dry_run || [ -n "$(value_of --load '' "${more[@]}")" ] || rm -rf demo/checkpoints
+
 launcher=(.venv/bin/python -m megatron_patches.launch --nproc-per-node 4)
 # Megatron prints all of its arguments, some 850 lines.
 without_arguments() {

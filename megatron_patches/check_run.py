@@ -58,6 +58,7 @@ def check(flags: Sequence[str], ranks: int, told: Callable[[str], object]) -> No
     vocab_size = rebuild_tokenizer(args).vocab_size
     told("data, checkpoint and folders")
     check_alone(DistcaConfig.from_args(args), Namespace(**vars(args) | {"vocab_size": vocab_size}))
+    told("nothing wrong was found")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch.distributed.run import (
 )
 
 from distca.progress import progress
+from distca.wording import counted
 from megatron_patches.check_run import STEP
 
 _SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
@@ -98,7 +99,10 @@ def _check(args: Namespace) -> str:
                 shown.describe(f"still {line.strip()}")
     # What a check cannot tell, the ranks do.
     _, found, message = "".join(["\n", *written]).rpartition("\nerror: ")
-    return f"error: {message}" if found and process.returncode == 2 else ""
+    if found and process.returncode == 2:
+        return f"error: {message}"
+    sys.stderr.write(f"starting {counted(ranks, 'rank')}, which import Megatron-LM first\n")
+    return ""
 
 
 def _order(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, bool, int]:

@@ -48,6 +48,7 @@ def prepare(args: Namespace) -> str:
             f"--input {min(overwritten)} would be overwritten: give another --output-prefix"
         )
     check_output("--output-prefix", left_out)
+    replaced = any(file.exists() for file in written)
     reader = _Reader(files, args.json_key, args.bad_text == "refuse")
 
     with sole_writer(prefix) as unfinished:
@@ -74,6 +75,8 @@ def prepare(args: Namespace) -> str:
             for name in TOKENIZER_FILES:
                 os.replace(trained / name, folder / name)
     rest = f"; left out: {len(reader.faults)}" if reader.faults else ""
+    if replaced:
+        rest += "; the files of an earlier run were replaced"
     return f"{prefix}: {counted(count, 'document')}, {counted(tokens, 'token')}{rest}"
 
 

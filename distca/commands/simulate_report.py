@@ -34,6 +34,10 @@ RATES = (
     "Assumed rates: core attention {attention:g} TFLOP/s forward, linear layers {mfu:.0%} of "
     "{peak:g} TFLOP/s\n(--attention-tflops, --linear-mfu)."
 )
+MASKS = (
+    "All attend within documents only. Megatron-LM's pretraining data attends across them by "
+    "default, which takes longer."
+)
 RING = " The ring is --cp-comm-type p2p, Megatron's default."
 UNCHARGED = (
     "Nothing is charged (--baseline-ideal): all links and memories reach their data sheets' speeds."
@@ -125,6 +129,7 @@ def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) 
                 peak=cluster.peak_tflops,
             ),
             charged_line(charges) + RING * charges.baseline_copies,
+            MASKS,
         ]
     )
 

@@ -286,6 +286,9 @@ def test_what_is_no_utf_8_text_is_named_and_left_out_or_refused(tmp_path, monkey
     tokenizer = build_tokenizer("HuggingFaceTokenizer", "out_tokenizer")
     texts = [tokenizer.detokenize(ids[:-1]) for ids in documents_of(Path("out"))]
     assert texts == ["good", "\U0001f600", "marked"]
+    # The same again replaces the files, and says so.
+    assert command(*given, "--train-tokenizer=300") == 0
+    assert capsys.readouterr().out.endswith("; the files of an earlier run were replaced\n")
 
     for name, (_, told) in faults.items():
         if told:

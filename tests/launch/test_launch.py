@@ -196,6 +196,8 @@ fi
             dirs_exist_ok=True,
             ignore=lambda _, names: set(names) & {"setup.sh", "__pycache__"},
         )
+    of_an_earlier_demo = tmp_path / "demo" / "checkpoints" / "iter_0000080"
+    of_an_earlier_demo.mkdir(parents=True)
     more = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--train-iters", "12"]
     done = subprocess.run(
         ["bash", str(tmp_path / "launch" / "demo.sh"), *more],
@@ -205,6 +207,7 @@ fi
         timeout=60,
         check=True,
     )
+    assert not of_an_earlier_demo.exists()
     plain = (tmp_path / "demo" / "plain.log").read_text()
     # As it is where none are visible.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -92,6 +92,7 @@ def test_one_process_finds_what_is_wrong(
     lines = capsys.readouterr().err.splitlines()
     if message is None:
         assert all(line.startswith("checking: ") for line in lines)
+        assert lines[-1] == "checking: nothing wrong was found"
     else:
         assert lines[-1].startswith("error: ")
         assert message in lines[-1]
