@@ -19,7 +19,8 @@ from support.simgpu import cuda
 from support.simgpu.races import count, races
 
 LAYERS, TOKENS = 3, 5
-SHAPE = 2, 4
+HEADS, HEAD_DIM = 2, 4
+SHAPE = TOKENS, HEADS, HEAD_DIM
 EXPECTED = {
     "rows": [[[10.0 * layer], [10.0 * layer + 1]] for layer in range(LAYERS)],
     "syncs": {},
@@ -30,17 +31,16 @@ EXPECTED = {
 def main() -> dict[str, Any]:
     """Sends the rows of some layers, each of which is overwritten by the next one's at once."""
     device = torch.device("cuda", 0)
-    inbox = TcpInbox("127.0.0.1", RowForm(SHAPE, torch.float32))
-    outbox, to = Outbox(0, device, None), Receiving(inbox.address, 0, 2, None)
+    inbox = TcpInbox("127.0.0.1", RowForm(range(HEADS), HEAD_DIM, torch.float32))
+    outbox, to = Outbox(0, device, None), Receiving(inbox.address, 0, 0, HEADS)
     cuda.native.start()
     for layer in range(LAYERS):
-        keys, values = (
-            torch.full((TOKENS, *SHAPE), 10.0 * layer + each, device=device) for each in range(2)
-        )
-        outbox.send(to, Rows(Transfer(1), 0, layer, [(0, TOKENS)], TOKENS), keys, values)
+        keys, values = (torch.full(SHAPE, 10.0 * layer + each, device=device) for each in range(2))
+        rows = Rows(Transfer(1), 0, layer, [(0, TOKENS)], TOKENS, 0, HEADS)
+        outbox.send(to, rows, keys, values)
         del keys, values
         # It may have their memory.
-        torch.full((TOKENS, *SHAPE), torch.nan, device=device)
+        torch.full(SHAPE, torch.nan, device=device)
     outbox.pump()
     log = cuda.native.stop()
     found = []
