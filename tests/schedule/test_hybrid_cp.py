@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 
 import numpy as np
@@ -16,6 +17,7 @@ from distca.plan import Mask, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule import HybridContextParallel, ScheduleConfig, even_capacities
 from distca.schedule.baselines.hybrid_cp import balanced_scheduler, find_balanced_scheduler
+from distca.wording import install
 from support.batches import documents, long_tailed_lengths, placement_rows, task_rows
 from support.commands import Command
 
@@ -122,7 +124,7 @@ def test_without_megatron_the_others_are_compared(
     monkeypatch.setitem(sys.modules, name, None)
     flags = "--distribution pretrain --servers 4 --tokens-per-server 4096 --model llama-8b".split()
     command = Command("plan", capsys)
-    assert "pip install 'distca[megatron]'" in command.refused(*flags, "--scheduler", "hybrid-cp")
+    assert install("megatron") in command.refused(*flags, "--scheduler", "hybrid-cp")
     rows = json.loads(command.run(*flags, "--compare", "--json"))
     assert [name for name, row in rows.items() if "error" in row] == ["hybrid-cp"]
 
@@ -137,5 +139,5 @@ def test_the_scheduler_is_found_where_it_can_be_imported(monkeypatch: pytest.Mon
             "find_spec",
             lambda name, lacking=lacking: None if name == lacking else find_spec(name),
         )
-        with pytest.raises(ImportError, match=f"pip install 'distca.megatron.'.*{message}"):
+        with pytest.raises(ImportError, match=f"{re.escape(install('megatron'))}.*{message}"):
             find_balanced_scheduler()
