@@ -145,7 +145,7 @@ def test_losses_and_gradients_are_the_cpus_and_nothing_races(
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.races == []
         assert mine.done.bytes_counted == theirs.bytes_counted
-        # Norms round otherwise in their backward pass, of which later steps come.
+        # Norms round differently in their backward pass, so later steps differ more.
         assert mine.done.losses[:1] == pytest.approx(theirs.losses[:1], rel=1e-6)
         assert mine.done.grad_norms[:1] == pytest.approx(theirs.grad_norms[:1], rel=3e-4)
         assert mine.done.losses == pytest.approx(theirs.losses, rel=1e-3)

@@ -40,7 +40,7 @@ _Matched = tuple[str, str, int]
 
 _MIRRORED = {"send": "recv", "recv": "send"}
 _RAGGED = ("alltoall", "scatter", "create")
-"""Kinds of which each rank may have its own size."""
+"""Kinds of collectives whose size may differ between ranks."""
 
 
 def out_of_order(calls: Mapping[int, Sequence[Call]]) -> list[str]:
