@@ -31,7 +31,13 @@ from distca.commands.described import (
 )
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_progress import simulating
-from distca.commands.simulate_report import as_json, format_choices, format_parts, plot_choices
+from distca.commands.simulate_report import (
+    TOO_MANY_TICKS,
+    as_json,
+    format_choices,
+    format_parts,
+    plot_choices,
+)
 from distca.commands.verdict import Verdict, fastest
 from distca.cost.latent_rows import LATENT_ROWS
 from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
@@ -262,14 +268,16 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
     batches = _batches(args)
     choices = _advise(args, workload, batches)
     parts = _parts(choices, workload, batches[0])
+    best = Verdict.of(choices).distca
     # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
-        best = Verdict.of(choices).distca
         rows = [as_json(each, workload, best, parts.get(each.system)) for each in choices]
         _write(json.dumps(rows, indent=1))
     else:
         table = format_choices(choices, workload, len(batches))
         told = [format_parts(parts)] if parts else []
+        if best is not None and best.system not in parts:
+            told.append(TOO_MANY_TICKS)
         _write("\n".join([table, *told, *Verdict.of(choices).how_to_train(workload)]))
     if args.plot is not None:
         plot_choices(choices, workload, parts, args.plot)

@@ -15,7 +15,7 @@ from distca.prefill.inbox import RowForm
 
 
 class LayerRows:
-    """Rows of a layer of a chunk, of which some have come.
+    """Rows of one layer and chunk, some of which have come.
 
     Args:
         count: rows of the chunk.

@@ -61,8 +61,8 @@ _SERVERS, _MANY = 16, 4
 """Servers whose pools are simulated for a bound, two pools at least; and how many times as many
 servers the job must have."""
 _SAMPLED, _LARGE = 4, 8192
-"""Micro-batches of each stage that are simulated as a sample where there are `_MANY` times as many,
-and micro-batches and servers multiplied are at least so many."""
+"""Micro-batches of each stage that a sample has. Samples are taken where there are `_MANY` times as
+many micro-batches, and where servers times micro-batches are at least `_LARGE`."""
 _PROMISED = 0.92
 """Share of the seconds that a sample promises which the whole iteration takes at least: of a 70B
 model in 4 stages with 256 micro-batches, six samples promised 1.01 to 1.07 times its seconds."""
@@ -300,7 +300,7 @@ class Sample:
 
     Attributes:
         outcome: figures of an iteration with these alone.
-        promised: seconds of the whole iteration, if it takes as many times its `estimate`.
+        promised: seconds of the whole iteration, if the sample's ratio to its `estimate` holds.
     """
 
     outcome: Outcome

@@ -328,7 +328,7 @@ class _Search:
         return seconds
 
     def _promised(self, candidate: Candidate) -> float:
-        """Returns the same, of which some of many ticks tell more."""
+        """Returns the same, from samples where there are many ticks."""
         samples = [bounds.sample(candidate) for bounds in self.bounds]
         told = sum(each.least for each in samples if each is not None)
         return max(self._least(candidate), told)

@@ -158,6 +158,7 @@ def read_vllm_model(
                 mock.patch.object(parallel_state.get_tp_group(), "world_size", size),
             ):
                 made = initialize_model(vllm_config=config)
+        # vLLM's layers raise all of these for what they cannot do on this device.
         except (NotImplementedError, ValueError, AssertionError, ArithmeticError) as error:
             here = "here" if size == 1 else f"with --tensor-parallel-size {size}"
             raise ValueError(
@@ -212,6 +213,7 @@ def _config(
             enforce_eager=True,
             use_tqdm_on_load=False,
         ).create_engine_config()
+    # vLLM raises all of these for models and settings that it does not have here.
     except (ValueError, OSError, NotImplementedError) as error:
         raise ValueError(f"{path}: vLLM refuses this model: {_line(error)}") from error
 

@@ -152,9 +152,12 @@ class Control:
         self._group, self._device = group, device
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the first rank's numbers, of which the others' are as many.
+        """Returns the first rank's numbers.
 
         The first rank does not wait for its device.
+
+        Args:
+            numbers: what the first rank tells; the others give as many.
         """
         sent = copy_to(torch.tensor(list(numbers), dtype=torch.int64), self._device)
         options = dist.BroadcastOptions()

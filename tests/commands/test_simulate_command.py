@@ -14,10 +14,11 @@ import pytest
 from distca import progress
 from distca.commands import simulate as simulate_command
 from distca.commands.main import main
-from distca.commands.simulate_report import PARTS
+from distca.commands.simulate_report import PARTS, TOO_MANY_TICKS
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
+    DISTCA_SYSTEMS,
     SYSTEMS,
     Candidate,
     Outcome,
@@ -29,6 +30,7 @@ from distca.simulate import (
     simulate,
     trials,
 )
+from distca.simulate.bounds import Bounds
 from distca.simulate.space import (
     estimate,
     with_fewer_in_flight,
@@ -91,6 +93,20 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
     assert all(sum(column) == pytest.approx(100, abs=0.5) for column in zip(*shares, strict=True))
     events = json.loads(trace.read_text())["traceEvents"]
     assert any(event["name"] == "core attention" for event in events)
+
+
+def test_a_missing_breakdown_says_why(
+    command, lengths_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Bounds, "has_many_ticks", lambda _, candidate: candidate.system in DISTCA_SYSTEMS
+    )
+    monkeypatch.setattr(Bounds, "sample", lambda *_: None)
+    systems = ["--systems", "plain", "tiles"]
+    lines = command.run("--lengths", lengths_file, *SMALL, *systems).splitlines()
+    assert TOO_MANY_TICKS in lines
+    told = lines.index("Where the time of an iteration goes, in seconds (first batch):")
+    assert lines[told + 1].split() == ["plain", "Megatron"]
 
 
 def test_json_has_what_the_table_has(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,20 +28,10 @@ BUDGETS: dict[str, dict[str, dict[str, int]]] = json.loads(
 
 def _answers(folder: Path, ranks: int, models: list[str], **more: str) -> list[dict[str, Any]]:
     """What each rank found, of every family."""
-    environment = Machine(ranks).environment() | more
     folder.mkdir()
-    processes = []
-    for rank in range(ranks):
-        told = json.dumps([models, rank, ranks, str(folder), PROMPTS])
-        command = [sys.executable, "-m", "support.simgpu.answers", told]
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE))
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=400)
-            assert process.returncode == 0, errors.decode()[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
+    command = [sys.executable, "-m", "support.simgpu.answers"]
+    told = [json.dumps([models, rank, ranks, str(folder), PROMPTS]) for rank in range(ranks)]
+    Machine(ranks).run_ranks([[*command, each] for each in told], **more)
     return [json.loads((folder / f"rank {rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,17 +32,7 @@ def _run(folder: Path, source: str) -> bool:
     """Whether rows come as they were sent and nothing races, with another file."""
     shutil.copytree(ROOT / "distca", folder / "distca", ignore=shutil.ignore_patterns("*.pyc"))
     (folder / OUTBOX).write_text(source)
-    environment = Machine().environment()
-    environment["PYTHONPATH"] = os.pathsep.join((str(folder), environment["PYTHONPATH"]))
-    ran = subprocess.run(
-        [sys.executable, "-m", "support.simgpu.sent_rows"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = Machine().run([sys.executable, "-m", "support.simgpu.sent_rows"], folder=folder)
     return ran.returncode == 0 and json.loads(ran.stdout) == EXPECTED
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -61,13 +60,7 @@ def test_calls_that_ranks_do_not_share_have_no_order() -> None:
 def test_a_deadlock_is_an_error_with_the_places_of_both_sides(tmp_path: Path) -> None:
     built_or_skip()
     command = [sys.executable, "-m", "support.simgpu.stuck"]
-    environment = Machine(2).environment()
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment, text=True)
-        for rank in range(2)
-    ]
-    for each in ranks:
-        assert each.wait(timeout=120) == 0
+    Machine(2).run_ranks([[*command, str(rank), str(tmp_path)] for rank in range(2)], 120)
     for rank in range(2):
         told = (tmp_path / f"rank {rank}").read_text()
         assert "rank 0 waits for allreduce" in told, told

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,29 +105,13 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw of each job; all run in the same processes."""
     built_or_skip()
     folder = tmp_path_factory.mktemp("trained")
-    environment = Machine(RANKS).environment() | {
-        # Megatron refuses tensor parallelism without.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1"
-    }
     jobs = {name: asdict(each) for name, each in JOBS.items()}
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "support.simgpu.training"),
-                json.dumps([jobs, rank, str(folder)]),
-            ],
-            env=environment,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=500)
-            assert process.returncode == 0, errors.decode()[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
+    command = [sys.executable, "-m", "support.simgpu.training"]
+    Machine(RANKS).run_ranks(
+        [[*command, json.dumps([jobs, rank, str(folder)])] for rank in range(RANKS)],
+        # Megatron refuses tensor parallelism without.
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
     return [pickle.loads((folder / f"rank {rank}").read_bytes()) for rank in range(RANKS)]
 
 

@@ -85,7 +85,7 @@ def test_another_run_s_checkpoints_are_not_overwritten(corpus, tmp_path) -> None
     args.load = str(other)
     with pytest.raises(ValueError, match=r"--save .*ours has checkpoints up to iteration 2"):
         check_read(config, args)
-    # Another spelling of the same folder; and Megatron-LM's own run, of which nothing changes.
+    # Another spelling of the same folder; and a run without --distca, where nothing changes.
     args.load = f"{ours}/../ours"
     check_read(config, args)
     args.load = None

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,18 +57,39 @@ class Machine:
         }
 
     def run(
-        self, command: list[str], seconds: float = 240, **more: str
+        self, command: list[str], seconds: float = 240, folder: Path = ROOT, **more: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command with these GPUs, and returns what it wrote."""
+        """Runs a command with these GPUs, and returns what it wrote.
+
+        Args:
+            command: what `python -m` runs is imported from `folder` first.
+            seconds: time after which it has failed.
+            folder: folder in which it runs.
+            more: further variables.
+        """
         return subprocess.run(
             command,
-            cwd=ROOT,
+            cwd=folder,
             env=self.environment() | more,
             capture_output=True,
             text=True,
             timeout=seconds,
             check=False,
         )
+
+    def run_ranks(self, commands: Sequence[list[str]], seconds: float = 500, **more: str) -> None:
+        """Runs a command for each rank, all at once. Raises `AssertionError` if one fails."""
+        environment = self.environment() | more
+        ranks = [
+            subprocess.Popen(each, env=environment, stderr=subprocess.PIPE) for each in commands
+        ]
+        try:
+            for rank in ranks:
+                _, errors = rank.communicate(timeout=seconds)
+                assert rank.returncode == 0, errors.decode()[-4000:]
+        finally:
+            for rank in ranks:
+                rank.kill()
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

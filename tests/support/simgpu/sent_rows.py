@@ -29,7 +29,7 @@ EXPECTED = {
 
 
 def main() -> dict[str, Any]:
-    """Sends the rows of some layers, each of which is overwritten by the next one's at once."""
+    """Sends the rows of some layers. The memory of a layer's rows is reused at once."""
     device = torch.device("cuda", 0)
     inbox = TcpInbox("127.0.0.1", RowForm(range(HEADS), HEAD_DIM, torch.float32))
     outbox, to = Outbox(0, device, None), Receiving(inbox.address, 0, 0, HEADS)
