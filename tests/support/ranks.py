@@ -182,6 +182,9 @@ def forget_megatron() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     if (global_vars := sys.modules.get("megatron.training.global_vars")) is not None:
         global_vars.destroy_global_vars()
+    # It keeps a tensor of as many layers as the first model had.
+    if (moe_logging := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
+        moe_logging.destroy_moe_metrics_tracker()
     # Megatron's models set these, and refuse others.
     for kind in ("FLASH", "FUSED", "UNFUSED"):
         os.environ.pop(f"NVTE_{kind}_ATTN", None)
