@@ -91,6 +91,7 @@ from='' container='' mounts='' interface='' port='' output=sweep
 prolog='' logs=logs retries=3
 parse_launcher_options() {
     local option value taken=" $1 " script=$0
+    read -ra launcher_options <<<"dry-run help $1"
     shift
     # It may have been started from another folder than the repository's root.
     [ -f "$script" ] || script=launch/${0##*/}
@@ -126,7 +127,7 @@ parse_launcher_options() {
 # check_flags SCRIPT: ends the launcher at a flag that neither pretraining nor this Python script has.
 # Two tables name all of Megatron-LM's, some by a pattern such as moe-*.
 check_flags() {
-    local known patterns pattern word name
+    local known patterns pattern word name near
     local tables=(megatron_patches/flags/refused.py megatron_patches/flags/followed.py)
     known=" $(grep -oh -- '[a-z0-9][a-z0-9_-]*' "${tables[@]}" megatron_patches/flags/distca.py "$1" | tr '\n' ' ')"
     mapfile -t patterns < <(grep -oh -- '[a-z0-9][a-z0-9-]*-\*' "${tables[@]}")
@@ -140,7 +141,13 @@ check_flags() {
             [[ ${name#--} != $pattern && ${name#--no-} != $pattern &&
                 ${name#--disable-} != $pattern ]] || continue 2
         done
-        die "there is no $name: --help lists the launcher's flags, docs/reference.md DistCA's"
+        # Words without a hyphen may be of a comment. A flag that is near is a help, no need.
+        near=$(tr ' ' '\n' <<<"$known" | grep -- - | python3 -c 'if True:
+            import difflib, sys
+            known = [*sys.argv[2:], *sys.stdin.read().split()]
+            print(*difflib.get_close_matches(sys.argv[1], known, 1, 0.75))
+        ' "${name#--}" "${launcher_options[@]}" 2>/dev/null || true)
+        die "there is no $name${near:+ (is --$near meant?)}: --help lists the launcher's flags, docs/reference.md DistCA's"
     done
 }
 

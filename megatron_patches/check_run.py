@@ -15,6 +15,8 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
+from distca.documents.index import check_files_exist
+
 STEP = "checking: "
 """What lines about steps begin with."""
 
@@ -45,6 +47,8 @@ def check(flags: Sequence[str], ranks: int, told: Callable[[str], object]) -> No
         ValueError: some flag is wrong, or something that it names cannot be used.
         OSError: a file of the tokenizer cannot be read.
     """
+    told("names of data")
+    _check_names_of_data(flags)
     told("importing Megatron-LM")
     from megatron_patches.flags.config import DistcaConfig
     from megatron_patches.loop.preflight import check_alone
@@ -59,6 +63,30 @@ def check(flags: Sequence[str], ranks: int, told: Callable[[str], object]) -> No
     told("data, checkpoint and folders")
     check_alone(DistcaConfig.from_args(args), Namespace(**vars(args) | {"vocab_size": vocab_size}))
     told("nothing wrong was found")
+
+
+def _check_names_of_data(flags: Sequence[str]) -> None:
+    """Checks that the files of `--data-path` exist, before the import, which takes seconds.
+
+    All else about data is left to the checks that know all flags.
+
+    Raises:
+        ValueError: one does not exist.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for split in ("", "train-", "valid-", "test-"):
+        parser.add_argument(f"--{split}data-path", nargs="*", default=[])
+    # These name files of other kinds.
+    for other in ("--sft", "--distca-documents"):
+        parser.add_argument(other, nargs="?", const=other)
+    args, _ = parser.parse_known_args(flags)
+    if args.sft or args.distca_documents:
+        return
+    for words in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
+        # Weights alternate with prefixes, or there are none. Object stores are read by others.
+        for prefix in words if len(words) % 2 else words[1::2]:
+            if "://" not in prefix:
+                check_files_exist(prefix)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ torchrun --nproc-per-node 4 -m megatron_patches.pretrain --distca --num-layers 4
 import importlib.util
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
+from distca.progress import progress
 from megatron_patches.loop.launcher import end_with_launcher
 
 _MISSING = (
@@ -23,8 +25,12 @@ def main() -> None:
     ):
         sys.exit(_MISSING)
 
-    # These imports take seconds.
-    from megatron_patches.megatron_lm import pretrain
+    # These imports take seconds, and where many processes share few cores a minute.
+    shown: AbstractContextManager[object] = nullcontext()
+    if os.environ.get("RANK", "0") == "0":
+        shown = progress("pretrain_gpt.py", doing="ranks import Megatron-LM")
+    with shown:
+        from megatron_patches.megatron_lm import pretrain
 
     pretrain(os.environ)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -86,9 +87,33 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         known: all names.
     """
     names = list(known)
-    near = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
+    written = name.lower().rpartition("/")[2]
+    near = difflib.get_close_matches(written, names, len(names) or 1)
+    size = _billions(written)
+    if near and size is not None:
+        # Of llama-8b and llama-70b the first is nearer to llama-7b.
+        alike = [each for each in near if _family(each) == _family(written)]
+        near = (
+            sorted(alike, key=lambda each: abs(math.log((_billions(each) or 1e9) / size))) or near
+        )
+    # qwen3-30b is the beginning of a name.
+    near = sorted(near, key=lambda each: not each.startswith(written))
     meant = f" (is {near[0]} meant?)" if near else ""
     return f"no {kind} {name!r}{meant}: choose from {', '.join(names)}"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)b")
+
+
+def _billions(name: str) -> float | None:
+    """Returns the billions of parameters that a model's name has, such as 8.0 of llama-8b."""
+    found = _SIZE.search(name)
+    return float(found[1]) or None if found else None
+
+
+def _family(name: str) -> str:
+    """Returns a model's name without its size."""
+    return _SIZE.sub("", name)
 
 
 def check_output(flag: str, path: Path | None) -> None:

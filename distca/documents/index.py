@@ -46,6 +46,23 @@ class Index:
         return np.diff(before[self.documents])
 
 
+def check_files_exist(prefix: str) -> None:
+    """Checks that both files of an indexed dataset exist.
+
+    Args:
+        prefix: path without `.bin` or `.idx`.
+
+    Raises:
+        ValueError: one of them does not; the message names it.
+    """
+    for suffix in (".idx", ".bin"):
+        if not Path(prefix + suffix).is_file():
+            raise ValueError(
+                f"{prefix}{suffix} does not exist: data are given by the prefix of an indexed "
+                "dataset (make one with `distca prepare`)"
+            )
+
+
 def read_index(path: Path) -> Index:
     """Reads an index and checks its consistency.
 

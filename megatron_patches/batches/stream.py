@@ -26,7 +26,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import normalize
 
 from distca.documents.document_list import TokenSource
-from distca.documents.index import read_index
+from distca.documents.index import check_files_exist, read_index
 from distca.plan.span import Int64s, expand_ranges
 from distca.wording import counted
 from megatron_patches.batches.blends import SPLITS, Blend, Split
@@ -173,12 +173,7 @@ def _sidecar_vocab_size(sidecar: Path) -> int | None:
 
 
 def _check_files(prefix: str) -> None:
-    for suffix in (".idx", ".bin"):
-        if not Path(prefix + suffix).is_file():
-            raise ValueError(
-                f"{prefix}{suffix} does not exist: data are given by the prefix of an indexed "
-                "dataset (make one with `distca prepare`)"
-            )
+    check_files_exist(prefix)
     index = read_index(Path(prefix + ".idx"))
     if not index.lengths.any():
         raise ValueError(f"{prefix} holds no tokens: make it again, from text")

@@ -296,6 +296,9 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ("--distribution fixed --model llama-8b --v-head-dim -1", "--v-head-dim -1 must be"),
         ("--distribution fixed --model llama-8b --dtype-bytes 0", "--dtype-bytes 0 must be"),
         ("--distribution fixed --model Qwen/Qwen3-8B", "(is qwen3-8b meant?): choose from"),
+        # The nearest size of that name, or the name that begins so.
+        ("--distribution fixed --model llama-7b", "(is llama-8b meant?): choose from"),
+        ("--distribution fixed --model qwen3-30b", "(is qwen3-30b-a3b meant?): choose from"),
         ("--distribution fixed --model tests", "--model tests has no config.json"),
         ("--distribution pretran --model llama-8b", "(is pretrain meant?)"),
         ("--distribution fixed --model llama-8b --plot x.json", "--plot x.json: the suffix must"),

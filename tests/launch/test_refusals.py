@@ -26,12 +26,16 @@ from support.launches import ROOT, launch, pretrain_flags
         ("local.sh", ["--port"], "--port needs a value"),
         ("local.sh", ["--processes", "0"], "--processes 0: give a number of at least 1"),
         ("local.sh", ["--dry-run", "--port", "http"], "--port http: give a number"),
-        ("local.sh", ["--dry-run", "--proceses=2"], "there is no --proceses: --help lists"),
+        (
+            "local.sh",
+            ["--dry-run", "--proceses=2"],
+            "there is no --proceses (is --processes meant?): --help lists",
+        ),
         # Another launcher's.
         ("local.sh", ["--dry-run", "--container=x"], "there is no --container: --help lists"),
         ("local.sh", ["train", "--dry-run"], "train belongs to no flag"),
         ("local.sh", ["--python", "no/python"], "no no/python: launch/setup.sh makes .venv"),
-        ("demo.sh", ["--dryrun"], "there is no --dryrun: --help lists"),
+        ("demo.sh", ["--dryrun"], "there is no --dryrun (is --dry-run meant?): --help lists"),
         ("setup.sh", ["--help-me"], "takes no --help-me: give nothing, tests, checks"),
         ("setup.sh", ["megatron"], "'' is no version of megatron-core: give one such as 0."),
         (

@@ -56,16 +56,38 @@ def test_lines_say_what_is_being_checked(
     assert re.fullmatch(r".*launch: 0:\d\d, still checking.*", first), first
 
 
-def test_each_step_is_told() -> None:
+def test_each_step_is_told(tmp_path: Path) -> None:
     told: list[str] = []
-    with pytest.raises(ValueError, match=r"none\.idx does not exist"):
-        check([*TOKENIZER, *FLAGS, "--data-path", "none", "--train-iters", "3"], 2, told.append)
+    (tmp_path / "data.idx").touch()
+    (tmp_path / "data.bin").touch()
+    data = str(tmp_path / "data")
+    with pytest.raises(ValueError, match=r"data\.idx is no index"):
+        check([*TOKENIZER, *FLAGS, "--data-path", data, "--train-iters", "3"], 2, told.append)
     assert told == [
+        "names of data",
         "importing Megatron-LM",
         "flags",
         "tokenizer",
         "data, checkpoint and folders",
     ]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--data-path none", "--data-path=none", "--train-data-path 1 {there} 2 none"]
+)
+def test_missing_data_is_found_before_megatron_is_imported(flags: str, corpus: str) -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match=r"^none\.idx does not exist"):
+        check([*FLAGS, *flags.format(there=corpus).split()], 2, told.append)
+    assert told == ["names of data"]
+
+
+@pytest.mark.parametrize("flags", ["--data-path s3://bucket/none", "--data-path none --sft"])
+def test_names_of_other_sources_are_left_to_the_whole_check(flags: str) -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match="--nosuch"):
+        check([*FLAGS, "--nosuch", *flags.split()], 2, told.append)
+    assert "flags" in told
 
 
 @pytest.mark.parametrize(
