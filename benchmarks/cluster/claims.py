@@ -210,21 +210,12 @@ def end_to_end() -> list[Claim]:
     both = f"greedy{AGAIN}", f"wlb-llm-paper{AGAIN}"
     most = 0.0
     for (name, *model, documents), theirs in PUBLISHED.items():
-        # The search for Table 4's configurations ran one batch, so other batches tell the gains.
-        stored = "table4_batches" if name == "table4" else name
         mine = [
             row
-            for row in read(stored)
+            for row in read(name)
             if row["documents"] == documents and (not model or row["model"] in model)
         ]
-        if stored == name:
-            ratios, ideal = gains(mine, *both), gains(mine, "tiles", "wlb-llm")
-            batches, command = "", name
-        else:
-            ideal, ratios = ([float(row[title]) for row in mine] for title in PAIRS)
-            most_batches = max(int(row[f"{title}: batches"]) for row in mine for title in PAIRS)
-            batches = f"; means of {most_batches} batches"
-            command = f"{stored} --batches {most_batches}"
+        ratios, ideal = gains(mine, *both), gains(mine, "tiles", "wlb-llm")
         missing = int(np.isnan(ratios).sum())
         most = max(most, float(np.nanmax(ratios)))
         *least, highest = map(float, re.findall(r"[\d.]+", theirs))
@@ -235,9 +226,9 @@ def end_to_end() -> list[Claim]:
                 + f": gain over WLB-LLM with{'' if pipeline else 'out'} a pipeline",
                 theirs,
                 f"{span(ratios)} as the paper ran both ({missing} of {len(mine)} jobs out of "
-                f"memory); `tiles` over ideal WLB-LLM {span(ideal)}{batches}",
+                f"memory); `tiles` over ideal WLB-LLM {span(ideal)}",
                 ends(ratios, least[0] if least else None, highest),
-                f"`{PAPER.format(command)}`",
+                f"`{PAPER.format(name)}`",
             )
         )
     in_memory = []

@@ -90,14 +90,15 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     written = name.lower().rpartition("/")[2]
     near = difflib.get_close_matches(written, names, len(names) or 1)
     size = _billions(written)
-    if near and size is not None:
+    if begun := [each for each in near if each.startswith(written)]:
+        # qwen3-30b is the beginning of qwen3-30b-a3b.
+        near = begun
+    elif near and size is not None:
         # Of llama-8b and llama-70b the first is nearer to llama-7b.
         alike = [each for each in near if _family(each) == _family(written)]
         near = (
             sorted(alike, key=lambda each: abs(math.log((_billions(each) or 1e9) / size))) or near
         )
-    # qwen3-30b is the beginning of a name.
-    near = sorted(near, key=lambda each: not each.startswith(written))
     meant = f" (is {near[0]} meant?)" if near else ""
     return f"no {kind} {name!r}{meant}: choose from {', '.join(names)}"
 
