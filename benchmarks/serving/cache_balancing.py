@@ -99,7 +99,7 @@ class Rank:
         self._job, self._masks = job, model.masks
         self._blocks = 2 * job.tokens // BLOCK + 2
         self._model = ModelRunner(model, core, CPU, self._blocks, BLOCK)
-        self._model.steps.watch = self
+        self._model.attention.watch = self
         self._moves: KvMoves | None = None
 
     def begins(self, layer: int) -> None:
@@ -135,7 +135,7 @@ class Rank:
                 mine = [block.number for block in given.blocks if block.rank == rank]
                 self._model.add_blocks(0, mine)
                 moves = [BlockMove(*move.source, *move.to) for move in given.moves]
-                self._moves = KvMoves(self._model.steps.pool, moving, moves)
+                self._moves = KvMoves(self._model.attention.pool, moving, moves)
                 self._model.run_batch(plan, {0: tokens[piece.start : piece.end]})
             dist.barrier()
             found[name] = time.perf_counter() - started

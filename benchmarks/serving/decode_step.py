@@ -43,10 +43,10 @@ from distca.inference.messages import (
     encode,
 )
 from distca.inference.sampling import SamplingParams
-from distca.inference.step import Step
 from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention
+from distca.schedule.serving.batches import Batch
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 
@@ -162,7 +162,7 @@ class Decoding:
         entries, added = self._take_in(batch)
         plan = plan_iteration(entries, MASKS, setting.block_size, setting.ranks, "pass-q")
         assert plan.decode is not None, "a step that decodes"
-        run = self.steps.begin(Step((plan.decode,), added))
+        run = self.steps.begin(Batch((plan.decode,), added))
         tokens = {feed.number: [feed.token] for feed in batch.feed}
         for values in (run.ids(tokens), run.positions, np.array([*run.last().values()])):
             torch.from_numpy(values)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from distca.inference.step import Step
 from distca.plan import Mask
 from distca.schedule.serving import shard_evenly
+from distca.schedule.serving.batches import Batch
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
@@ -46,8 +46,8 @@ class PlannedSteps:
         counts: Mapping[int, int],
         strategy: PrefillStrategy = "pass-kv",
         chain: Chain | Levels | None = None,
-    ) -> Step:
-        """Plans the step that feeds more tokens of sequences.
+    ) -> Batch:
+        """Plans the batch that feeds more tokens of sequences.
 
         Args:
             counts: new tokens by sequence; one token of a sequence that is known is decoded.
@@ -66,12 +66,12 @@ class PlannedSteps:
             self._lengths[sequence] = start + count
             entries.append(BatchEntry(sequence, start, count, np.array(owners, dtype=np.int64)))
         plan = plan_iteration(entries, self._masks, self._size, self._ranks, strategy)
-        chunks = () if plan.chunks is None else (plan.chunks,)
+        prefills = () if plan.prefill is None else (plan.prefill,)
         decodes = () if plan.decode is None else (plan.decode,)
         shared = None
-        if chunks and self._split is not None:
+        if prefills and self._split is not None:
             shared = self._split.share(int(plan.new_tokens.sum()))
-        return Step((*chunks, *decodes), blocks, shared)
+        return Batch((*prefills, *decodes), blocks, shared)
 
     def drop_all(self) -> None:
         """Forgets all sequences; their blocks are free."""

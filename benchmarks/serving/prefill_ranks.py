@@ -117,7 +117,7 @@ def prefill(rank: int, job: Job, store: str, results: Any) -> None:
         cpu, handed = 0.0, one.handing_over
         while one.counts.prompts == number:
             begin, computed = time.process_time(), one.counts.computed
-            if one.step():
+            if one.iterate():
                 # Waiting for prompts counts for nobody.
                 cpu += time.process_time() - begin
             if one.counts.computed > computed:

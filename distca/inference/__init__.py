@@ -16,7 +16,7 @@ A request meets seven files, in this order:
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
   plans. From here on it is the runtime's: `distca/runtime/serving`.
 
-The tokens that are chosen (`choice.py`, `sampling.py`) go back to the engine. `LLM` has an engine
+The tokens that are chosen (`worker.py`, `sampling.py`) go back to the engine. `LLM` has an engine
 in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no plan: each worker
 makes it from what is fed, since nothing has to be sent then. With a small model and short prompts,
 plans take 1% of the CPU time, and scheduling 2% (benchmarks/results/serving/short_prompts.md). An
@@ -27,9 +27,8 @@ Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the 
 (`LLM.bytes_planned`). Tests hold the two together.
 
 Others: `config.py` the engine's configuration; `messages.py` what engines and workers say;
-`models.py` and `transformers_model.py` load models; `step.py` a rank's part of an iteration;
-`tensor_parallel.py`, `sequence_parallel.py` split weights and rows; `cuda_graphs.py` captures
-decodes; `machine.py` and `measured_chain.py` measure what strategies are chosen by;
-`sparse_model.py` and `sparsity_calibration.py` what is dropped; `conversations.py`, `verify.py` and
-`rank_processes.py` are for `distca generate`.
+`models.py` and `transformers_model.py` load models; `tensor_parallel.py`, `sequence_parallel.py`
+split weights and rows; `cuda_graphs.py` captures decodes; `machine.py` and `measured_chain.py`
+measure what strategies are chosen by; `sparse_model.py` and `sparsity_calibration.py` what is
+dropped; `conversations.py`, `verify.py` and `rank_processes.py` are for `distca generate`.
 """

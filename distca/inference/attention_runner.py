@@ -1,4 +1,4 @@
-"""A rank's part of steps beside the model: its pool, its exchanges and the layers' attention."""
+"""A rank's part of batches beside the model: its pool, its exchanges and the layers' attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from distca.cost.decode_memory import decode_memory
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.step_memory import step_memory
 from distca.cost.volume import AttentionShape
-from distca.inference.step import Step
 from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, EventCursor, Exchange
@@ -30,16 +29,15 @@ from distca.runtime.serving.kv_pool import BlockTables, KVCache
 from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
 from distca.runtime.serving.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
+from distca.schedule.serving.batches import Batch, DecodeBatch, PrefillBatch
 from distca.schedule.serving.blocks import NewBlocks
-from distca.schedule.serving.decode import DecodeBatch
-from distca.schedule.serving.prefill_batch import PrefillBatch
 
 # A call of core attention by itself: the model decides which layer is next.
 _ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
 
 
 class LayerWatch(Protocol):
-    """What is told of a step's layers as they run."""
+    """What is told of a batch's layers as they run."""
 
     def begins(self, layer: int) -> None:
         """A layer's rows are about to be written: those of earlier tokens must be in the pool."""
@@ -51,7 +49,7 @@ class LayerWatch(Protocol):
 
 
 class AttentionRunner:
-    """The steps of one rank: keys and values that it keeps, and its part of attention.
+    """One rank's attention: keys and values that it keeps, and its part of batches.
 
     Args:
         core: core attention of this rank.
@@ -66,7 +64,7 @@ class AttentionRunner:
 
     Attributes:
         pool: keys and values of this rank.
-        watch: what is told of the layers of the steps that begin from now on.
+        watch: what is told of the layers of the batches that begin from now on.
     """
 
     def __init__(
@@ -99,15 +97,15 @@ class AttentionRunner:
             if owner == self._core.transport.rank:
                 self._tables.append(sequence, added)
 
-    def begin(self, step: Step) -> ForwardContext:
-        """Finds this rank's part of a step, whose layers can then run. Collective."""
+    def begin(self, batch: Batch) -> ForwardContext:
+        """Finds this rank's part of a batch, whose layers can then run. Collective."""
         rank = self._core.transport.rank
-        self.add_blocks(step.blocks)
-        rows = [NewRows.of(part, rank, self._tables) for part in step.parts]
+        self.add_blocks(batch.blocks)
+        rows = [NewRows.of(part, rank, self._tables) for part in batch.parts]
         slots = self._index(np.concatenate([each.slots for each in rows]))
         labels = self._core.trace.labels
         return ForwardContext(
-            rows, self._windows, self.pool, slots, self._parts(step), labels, self.watch
+            rows, self._windows, self.pool, slots, self._parts(batch), labels, self.watch
         )
 
     def drop(self, sequence: int) -> None:
@@ -122,11 +120,11 @@ class AttentionRunner:
     def _index(self, values: Int64s) -> torch.Tensor:
         return copy_to(torch.from_numpy(values), self._device)
 
-    def _parts(self, step: Step) -> list[_PartRun]:
-        """This rank's part of each part of a step, with room in the buffers. Collective."""
+    def _parts(self, batch: Batch) -> list[_PartRun]:
+        """This rank's part of each part of a batch, with room in the buffers. Collective."""
         parts = [
             self._decode(part) if isinstance(part, DecodeBatch) else self._prefill(part)
-            for part in step.parts
+            for part in batch.parts
         ]
         needed = CoreAttentionMemory()
         for part in parts:
@@ -185,10 +183,10 @@ class AttentionRunner:
 
 @dataclass(frozen=True)
 class NewRows:
-    """A rank's new tokens of a part of a step, in the order of its rows.
+    """A rank's new tokens of a part of a batch, in the order of its rows.
 
     Attributes:
-        part: part of the step.
+        part: part of the batch.
         document: index of each token's sequence among the part's.
         positions: position of each token.
         slots: where its keys and values lie in the pool.
@@ -201,7 +199,7 @@ class NewRows:
 
     @staticmethod
     def of(part: PrefillBatch | DecodeBatch, rank: int, tables: BlockTables) -> NewRows:
-        """Finds the tokens of a rank; `tables` have the step's blocks."""
+        """Finds the tokens of a rank; `tables` have the batch's blocks."""
         mine = part.new.of_rank(rank)
         mine = mine.select(np.lexsort((mine.start, mine.document)))
         counts = mine.end - mine.start
@@ -226,7 +224,7 @@ class NewRows:
 
 
 class _Attention(Protocol):
-    """Core attention of a part of a step, in the layers of one mask."""
+    """Core attention of a part of a batch, in the layers of one mask."""
 
     @property
     def queries(self) -> int:
@@ -295,7 +293,7 @@ class _InSteps:
 
 @dataclass(frozen=True)
 class _PartRun:
-    """What the layers need of a part of a step.
+    """What the layers need of a part of a batch.
 
     Attributes:
         calls: core attention of the layers of each mask.
@@ -314,7 +312,7 @@ class _PartRun:
 
 @dataclass
 class ForwardContext:
-    """What the layers of a step need; a layer knows its number.
+    """What the layers of a batch need; a layer knows its number.
 
     Attributes:
         rows: this rank's new tokens of each part.

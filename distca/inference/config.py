@@ -117,8 +117,10 @@ class EngineConfig:
 
     @property
     def members_only(self) -> bool:
-        """Whether a step's members alone exchange rows: other transports' buffers grow on all ranks
-        at once, those that a plan does not name, too."""
+        """Whether an iteration's members alone exchange rows.
+
+        Other transports' buffers grow on all ranks at once, those that a plan does not name, too.
+        """
         parallel = self.parallel
         return parallel.transport in (None, "gloo", "nccl") or parallel.world_size == 1
 

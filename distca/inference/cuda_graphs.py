@@ -183,7 +183,7 @@ class _Recording:
         self._pieces = recorder.pieces
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, run: ForwardContext) -> torch.Tensor:
-        """Logits of a step's rows, `[rows, vocabulary]`."""
+        """Logits of a batch's rows, `[rows, vocabulary]`."""
         rows = len(ids)
         self._ids[:rows], self._positions[:rows] = ids, positions
         for piece in self._pieces:
@@ -218,12 +218,12 @@ class DecodeGraphs:
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, run: ForwardContext
     ) -> torch.Tensor | None:
-        """Runs a step that decodes alone.
+        """Runs a batch that decodes alone.
 
         Args:
             ids: token of each row, at least one.
             positions: position of each.
-            run: the step.
+            run: the batch.
 
         Returns:
             Logits of each row, `[rows, vocabulary]`; None, and nothing has run: there are too many.

@@ -26,7 +26,7 @@ from distca.inference.finite import NotFiniteError
 from distca.inference.messages import AddRequest, ModelOutput, Output, SampledToken
 from distca.inference.models import ServedModel
 from distca.inference.pool_size import check_stripe
-from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs
+from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
 from distca.inference.transports import TransportName
 from distca.inference.worker import Worker
 from distca.runtime import Trace
@@ -43,9 +43,6 @@ from distca.torchrun import read_torchrun
 
 OnToken = Callable[[int, int], None]
 """Function of a request's number and the token that was chosen for it."""
-
-
-_NONE = Penalties()
 
 
 @dataclass
@@ -213,7 +210,7 @@ class LLM:
         n: int = 1,
         on_token: OnToken = lambda number, token: None,
         *,
-        penalties: Penalties = _NONE,
+        penalties: Penalties = NO_PENALTIES,
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
     ) -> list[RequestOutput]:
@@ -284,7 +281,7 @@ class LLM:
         left = set(answers)
         while left:
             try:
-                outputs = self._step(answers)
+                outputs = self._iterate(answers)
             except NotFiniteError:
                 self._abort(requests)
                 raise
@@ -338,14 +335,14 @@ class LLM:
         self._engine.add(request, chain, group)
         outputs: list[Output] = []
         while not outputs:
-            outputs = self._step({0: Completion()})
+            outputs = self._iterate({0: Completion()})
         return time.process_time() - cpu, time.perf_counter() - wall
 
     def _abort(self, requests: Sequence[AddRequest]) -> None:
         for request in requests:
             self._engine.abort(request.number)
 
-    def _step(self, answers: Mapping[int, Completion]) -> list[Output]:
+    def _iterate(self, answers: Mapping[int, Completion]) -> list[Output]:
         """Runs an iteration; returns the tokens that it brought."""
         begun = self._engine.schedule()
         assert begun is not None, "requests wait, and nothing can be fed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs
+from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
 from distca.schedule.serving.request import FinishReason
 
 
@@ -34,7 +34,7 @@ class AddRequest(Message, frozen=True):
     choice: int
     tokens: list[int]
     sampling: SamplingParams
-    penalties: Penalties = Penalties()
+    penalties: Penalties = NO_PENALTIES
     logprobs: int | None = None
     leader: int | None = None
     scored: bool = False

@@ -23,15 +23,14 @@ from distca.inference.finite import Outputs, first_of_all_ranks
 from distca.inference.messages import Moved
 from distca.inference.models import ServedModel
 from distca.inference.runnable import LayerAttention
-from distca.inference.step import Step
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.runtime.serving.kv_pool import KVCache
+from distca.schedule.serving.batches import Batch, DecodeBatch
 from distca.schedule.serving.blocks import block_bytes
 from distca.schedule.serving.csps.layouts import SplitModel
-from distca.schedule.serving.decode import DecodeBatch
 from distca.schedule.serving.iteration import BatchPlan
 from distca.transport import Transport
 
@@ -77,14 +76,14 @@ class ModelRunner:
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
         # Blocks that were given to sequences since the last iteration.
         self._new_blocks: dict[int, list[int]] = {}
-        self._last: tuple[Step, Mapping[int, Sequence[int]]] | None = None
+        self._last: tuple[Batch, Mapping[int, Sequence[int]]] | None = None
         self._model = model.runnable(device, tensor_ranks, computes)
         assert len(self._model.scales) == len(model.windows), "layers of another kind"
         self._speaks, self._sharing = tensor_ranks.rank == 0, tensor_ranks.sharing
         if model.softcap is not None:
             assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
             core = replace(core, kernel=SoftCapped(core.kernel, model.softcap))
-        self._steps = AttentionRunner(
+        self._attention = AttentionRunner(
             core,
             model.windows,
             model.shape,
@@ -114,16 +113,16 @@ class ModelRunner:
     @property
     def pool(self) -> KVCache:
         """Keys and values of this rank."""
-        return self._steps.pool
+        return self._attention.pool
 
     @property
-    def steps(self) -> AttentionRunner:
+    def attention(self) -> AttentionRunner:
         """Pool and exchanges beside the model."""
-        return self._steps
+        return self._attention
 
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
-        self._steps.resize_pool(blocks)
+        self._attention.resize_pool(blocks)
 
     def room(self, config: EngineConfig) -> int:
         """Returns the blocks that this rank has room for beside the weights."""
@@ -145,7 +144,7 @@ class ModelRunner:
     def drop(self, sequence: int) -> None:
         """Forgets the blocks of a sequence."""
         self._new_blocks.pop(sequence, None)
-        self._steps.drop(sequence)
+        self._attention.drop(sequence)
 
     def move(self, moves: Sequence[Moved]) -> None:
         """Moves blocks of all layers between ranks."""
@@ -175,26 +174,26 @@ class ModelRunner:
             As `run` does.
         """
         shared = None
-        if plan.chunks is not None and self._split is not None:
+        if plan.prefill is not None and self._split is not None:
             shared = self._split.share(int(plan.new_tokens.sum()))
         new, self._new_blocks = self._new_blocks, {}
         rank = self._transport.rank
         blocks = {(sequence, rank): tuple(each) for sequence, each in new.items()}
-        step = Step(plan.parts, blocks, shared)
-        self._last = step, tokens
-        return self.run(step, tokens, scoring)
+        batch = Batch(plan.parts, blocks, shared)
+        self._last = batch, tokens
+        return self.run(batch, tokens, scoring)
 
     @torch.no_grad()
     def run(
         self,
-        step: Step,
+        batch: Batch,
         tokens: Mapping[int, Sequence[int]],
         scoring: Mapping[int, OnLogits] = MappingProxyType({}),
     ) -> dict[int, torch.Tensor]:
-        """Runs a step. Collective.
+        """Runs a batch. Collective.
 
         Args:
-            step: step that all ranks run.
+            batch: what all ranks run.
             tokens: new tokens of each sequence.
             scoring: functions that are given the logits of all of a sequence's new tokens that are
                 of this rank, not of the last alone.
@@ -203,7 +202,7 @@ class ModelRunner:
             Logits of the token that follows each sequence whose last token is of this rank,
             float32 `[vocabulary]`, by sequence; of ranks that share layers the first has them.
         """
-        run = self._steps.begin(step)
+        run = self._attention.begin(batch)
         if not len(run.slots):
             # Models do not run without tokens.
             for layer in range(len(self._served.windows)):
@@ -216,12 +215,12 @@ class ModelRunner:
         placed = copy_to(torch.cat(values), self._device)
         ids, positions, rows = torch.split(placed, [*map(len, values)])
         logits = None
-        decodes = not scored and all(isinstance(part, DecodeBatch) for part in step.parts)
+        decodes = not scored and all(isinstance(part, DecodeBatch) for part in batch.parts)
         if self._graphs is not None and decodes:
             # Each row is the last of its sequence.
             logits = self._graphs.run(ids, positions, run)
         if logits is None:
-            logits = self._logits(step, ids, positions, rows, run)
+            logits = self._logits(batch, ids, positions, rows, run)
         assert run.layers_run == len(self._served.windows), "a layer did not ask for its attention"
         if not self._speaks:
             return {}
@@ -233,7 +232,7 @@ class ModelRunner:
 
     def _logits(
         self,
-        step: Step,
+        batch: Batch,
         ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
@@ -242,20 +241,22 @@ class ModelRunner:
         """Logits of the rows that are given, `[rows, vocabulary]`."""
         attends: LayerAttention = run
         with contextlib.ExitStack() as stack:
-            if step.shared is not None:
+            if batch.shared is not None:
                 assert self._sharing is not None, "ranks that share no rows"
-                own = stack.enter_context(self._sharing.step(step.shared, rows))
+                own = stack.enter_context(self._sharing.share(batch.shared, rows))
                 rows = torch.arange(own.stop - own.start, device=rows.device)
-                if step.shared.layout == "sp-ntp":
+                if batch.shared.layout == "sp-ntp":
                     attends, positions = self._sharing.scattered(run), positions[own]
             return self._model.logits(ids, positions, rows, attends)
 
     def bytes_by_sequence(self) -> dict[int, int]:
         """Returns the bytes that the last iteration moved for each sequence, by its plans."""
         assert self._last is not None, "no iteration has run"
-        step, _ = self._last
-        moved = step.bytes_by_sequence(self._served)
-        return dict(zip(step.sequences, moved, strict=True))
+        batch, _ = self._last
+        model = self._served
+        size = model.tensor_parallel_size
+        moved = batch.bytes_by_sequence(model.windows, model.shape, size)
+        return dict(zip(batch.sequences, moved, strict=True))
 
     def where_not_finite(self, ran: bool) -> str:
         """Says where the model stops being finite in the last iteration. Collective.
@@ -273,9 +274,9 @@ class ModelRunner:
         outputs, graphs, self._graphs = Outputs(), self._graphs, None
         if ran:
             assert self._last is not None, "no iteration has run"
-            step, tokens = self._last
+            batch, tokens = self._last
             with outputs.watched(self._model.module):
-                self.run(replace(step, blocks={}), tokens)
+                self.run(replace(batch, blocks={}), tokens)
         self._graphs = graphs
         found = first_of_all_ranks(outputs.first)
         return "" if found is None else f": the output of {found[1]} is not finite in {dtype}"

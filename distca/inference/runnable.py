@@ -9,7 +9,7 @@ import torch
 
 
 class LayerAttention(Protocol):
-    """Core attention of a step's layers."""
+    """Core attention of a batch's layers."""
 
     @property
     def windows(self) -> Sequence[int | None]:

@@ -150,7 +150,7 @@ class Penalties:
         self, logits: torch.Tensor, prompt: Sequence[int], answer: Sequence[int]
     ) -> torch.Tensor:
         """Returns changed logits `[vocabulary]`; the same tensor where nothing changes."""
-        if self == _NONE:
+        if self == NO_PENALTIES:
             return logits
         import torch
 
@@ -171,7 +171,8 @@ class Penalties:
         return logits
 
 
-_NONE = Penalties()
+NO_PENALTIES = Penalties()
+"""Logits as they are."""
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ class SequenceSharing:
         return sum(self._exchange.transport.bytes_sent.values())
 
     @contextlib.contextmanager
-    def step(self, shared: SharedRows, kept: torch.Tensor) -> Iterator[slice]:
-        """Shares the rows of a step while it runs; yields those of this rank.
+    def share(self, shared: SharedRows, kept: torch.Tensor) -> Iterator[slice]:
+        """Shares the rows of a batch while it runs; yields those of this rank.
 
         Args:
             shared: how rows are shared.
@@ -145,7 +145,7 @@ class SequenceSharing:
 
     @property
     def _rows(self) -> Int64s:
-        assert self._shared is not None, "no step has begun"
+        assert self._shared is not None, "no batch has begun"
         return self._shared.rows
 
     def attach(self, model: PreTrainedModel) -> None:
@@ -365,7 +365,7 @@ class ScatteredRun:
     """A `LayerAttention` where a rank has its rows, with queries and keys of all heads.
 
     Attributes:
-        run: run of the step, over all rows and this rank's heads.
+        run: run of the batch, over all rows and this rank's heads.
         sharing: sharing of the rows.
     """
 

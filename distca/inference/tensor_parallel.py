@@ -43,7 +43,7 @@ class RowSharing(Protocol):
 
     @property
     def completes(self) -> bool:
-        """Whether they do in the step that runs."""
+        """Whether they do in the batch that runs."""
         ...
 
     @property
@@ -63,8 +63,8 @@ class RowSharing(Protocol):
         """Lets the blocks of a slice share rows."""
         ...
 
-    def step(self, shared: SharedRows, kept: torch.Tensor) -> AbstractContextManager[slice]:
-        """Shares the rows of a step while it runs; gives those of this rank.
+    def share(self, shared: SharedRows, kept: torch.Tensor) -> AbstractContextManager[slice]:
+        """Shares the rows of a batch while it runs; gives those of this rank.
 
         Args:
             shared: how rows are shared.
@@ -73,7 +73,7 @@ class RowSharing(Protocol):
         ...
 
     def scattered(self, run: LayerAttention) -> LayerAttention:
-        """Makes a run of a step that is given this rank's rows of all heads."""
+        """Makes a run of a batch that is given this rank's rows of all heads."""
         ...
 
 

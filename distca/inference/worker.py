@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +14,6 @@ import torch.distributed as dist
 from distca.attention import select_kernel
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.attention_runner import LayerWatch
-from distca.inference.choice import Choice, choose_tokens
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import capture_for
 from distca.inference.messages import (
@@ -24,7 +25,13 @@ from distca.inference.messages import (
 )
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import DTYPES, ServedModel, read_model
-from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
+from distca.inference.sampling import (
+    NO_PENALTIES,
+    TokenLogprobs,
+    UnusableLogitsError,
+    check_highest,
+    take_likeliest,
+)
 from distca.inference.sequence_parallel import share_rows
 from distca.inference.tensor_parallel import join_ranks
 from distca.inference.transports import make_transport
@@ -164,7 +171,7 @@ class Worker:
 
     def watch(self, watch: LayerWatch) -> None:
         """Sets the object whose methods are called for each layer of all further iterations."""
-        self._model.steps.watch = watch
+        self._model.attention.watch = watch
 
     def read_rows(
         self, number: int, layer: int, start: int, end: int
@@ -187,7 +194,7 @@ class Worker:
         first, last = np.maximum(block * size, start), np.minimum((block + 1) * size, end)
         positions = expand_ranges(first, last - first)
         slots = sequence.blocks[positions // size] * size + positions % size
-        pool = self._model.steps.pool
+        pool = self._model.attention.pool
         index = torch.from_numpy(slots).to(pool.keys.device)
         keys, values = (each.index_select(0, index) for each in pool.rows(layer))
         return positions, keys, values
@@ -304,8 +311,66 @@ class Worker:
 def _span(plan: BatchPlan) -> tuple[str, str]:
     """Name and lane of an iteration on the timeline."""
     parts = []
-    if plan.chunks is not None:
-        parts.append(f"prefill: {int(plan.chunks.new.tokens_per_rank().sum())} tokens")
+    if plan.prefill is not None:
+        parts.append(f"prefill: {int(plan.prefill.new.tokens_per_rank().sum())} tokens")
     if plan.decode is not None:
         parts.append(f"decode: {len(plan.decode.sequences)} tokens")
     return ", ".join(parts), "ticks"
+
+
+class Choice(NamedTuple):
+    """A token to choose.
+
+    Attributes:
+        admitted: what the sequence was admitted with.
+        tokens: prompt, and the answer so far.
+        logits: logits of the next token, float32 `[vocabulary]`.
+    """
+
+    admitted: NewRequest
+    tokens: Sequence[int]
+    logits: torch.Tensor
+
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether the unchanged logits decide, and no log-probabilities are asked for."""
+        admitted = self.admitted
+        greedy = admitted.sampling.temperature == 0 and admitted.penalties == NO_PENALTIES
+        return greedy and admitted.logprobs is None
+
+
+def choose_tokens(choices: Sequence[Choice]) -> list[SampledToken]:
+    """Chooses the token that follows each sequence; says why none can be chosen, if so."""
+    likeliest = [each for each in choices if each.is_likeliest]
+    found = dict(zip([id(each) for each in likeliest], _likeliest(likeliest), strict=True))
+    return [found.get(id(each)) or _choose(each) for each in choices]
+
+
+def _likeliest(choices: Sequence[Choice]) -> list[SampledToken]:
+    """Takes the likeliest tokens of all sequences at once."""
+    if not choices:
+        return []
+    highest, tokens = take_likeliest([each.logits for each in choices])
+    found = []
+    for each, high, token in zip(choices, highest, tokens, strict=True):
+        try:
+            check_highest(high)
+            found.append(SampledToken(each.admitted.number, token, None))
+        except UnusableLogitsError as error:
+            found.append(SampledToken(each.admitted.number, -1, None, str(error)))
+    return found
+
+
+def _choose(choice: Choice) -> SampledToken:
+    admitted, tokens, logits = choice.admitted, choice.tokens, choice.logits
+    prompt, answer = tokens[: admitted.prompt], tokens[admitted.prompt :]
+    changed = admitted.penalties.apply(logits, prompt, answer)
+    try:
+        token = admitted.sampling.choose(changed, admitted.choice, len(tokens))
+        if admitted.logprobs is None:
+            return SampledToken(admitted.number, token, None)
+        return SampledToken(
+            admitted.number, token, TokenLogprobs.of(logits, token, admitted.logprobs)
+        )
+    except UnusableLogitsError as error:
+        return SampledToken(admitted.number, -1, None, str(error))

@@ -226,9 +226,9 @@ class PrefillRank:
     def serve(self) -> NoReturn:
         """Computes what engines ask for. Collective; it ends by an exception alone."""
         while True:
-            self.step()
+            self.iterate()
 
-    def step(self) -> bool:
+    def iterate(self) -> bool:
         """Takes in what was said, and runs an iteration, if there is one. Collective.
 
         Returns:

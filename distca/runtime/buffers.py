@@ -79,8 +79,11 @@ class Buffers:
         if place.is_cuda:
             # A single copy, from pinned memory so that the CPU does not wait for it.
             place.copy_(torch.cat(indices).pin_memory(), non_blocking=True)
-        elif indices:
+        elif len(place):
             torch.cat(indices, out=place)
+        else:
+            # No row travels or is gathered, as in decodes of one rank.
+            return exchange
         places = iter(torch.split(place, lengths))
         return exchange.map_indices(lambda _: next(places))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from distca.inference import choice
-from distca.inference.choice import Choice, choose_tokens
+from distca.inference import worker
 from distca.inference.messages import NewRequest
 from distca.inference.sampling import Penalties, SamplingParams
+from distca.inference.worker import Choice, choose_tokens
 
 
 def choice_of(
@@ -52,9 +52,9 @@ def test_all_together_and_each_alone() -> None:
 
 def test_the_likeliest_are_taken_in_one_go(monkeypatch) -> None:
     calls = []
-    take = choice.take_likeliest
+    take = worker.take_likeliest
     monkeypatch.setattr(
-        choice, "take_likeliest", lambda rows: calls.append(len(rows)) or take(rows)
+        worker, "take_likeliest", lambda rows: calls.append(len(rows)) or take(rows)
     )
     choose_tokens(CHOICES)
     assert calls == [5]

@@ -23,12 +23,12 @@ from distca.inference.sequence_parallel import split_model
 from distca.inference.verify import compare
 from distca.plan import Mask, SteppedPlan
 from distca.schedule.serving import STRATEGIES
+from distca.schedule.serving.batches import PrefillBatch
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import LayerPlans
 from distca.schedule.serving.partitions import Chain, search_partition
-from distca.schedule.serving.prefill_batch import PrefillBatch
 from distca.simulate.serving.prefill_chain import ChainCosts
 from support.generated import Turns, generate_on_a_rank
 from support.ranks import Ranks

@@ -20,7 +20,7 @@ from distca.schedule.serving import (
     SelectorName,
     Strategy,
 )
-from distca.schedule.serving.prefill_batch import PrefillBatch
+from distca.schedule.serving.batches import PrefillBatch
 from distca.simulate.serving import SimulatedSelector
 
 SHAPE = AttentionShape(16, 2, 64, 4)

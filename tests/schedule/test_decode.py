@@ -16,7 +16,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Plan, validate_stepped_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import held_after, nobody_holds, step_plan
-from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.batches import DecodeBatch
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=16)

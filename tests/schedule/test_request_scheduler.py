@@ -419,14 +419,14 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
             ranks[:] = 2
         parts.append(BatchEntry(number + 5, start, count, ranks))
     whole = plan_iteration(parts, masks, SIZE, 3, strategy)
-    assert whole.chunks is not None
+    assert whole.prefill is not None
     assert whole.decode is not None
-    assert whole.chunks.sequences == (5, 7, 9)
-    assert whole.chunks.before.sum(axis=1).tolist() == [0, 13, 0]
+    assert whole.prefill.sequences == (5, 7, 9)
+    assert whole.prefill.before.sum(axis=1).tolist() == [0, 13, 0]
     assert whole.decode.sequences == (6, 8)
     assert whole.decode.rows.sum(axis=1).tolist() == [17, 41]
     assert int(whole.new_tokens.sum()) == 44
-    for stepped in whole.chunks.plans.by_mask.values():
+    for stepped in whole.prefill.plans.by_mask.values():
         validate_stepped_plan(stepped)
         assert stepped.plan.cached_prefix.tolist() == [0, 13, 0]
         assert int(stepped.plan.own_tokens_per_rank().sum()) == 42

@@ -68,9 +68,9 @@ def test_nothing_is_dropped_of_short_prompts(dense: tuple[bool, bool]) -> None:
     ]
     made = plan_iteration(parts, [Mask()], SIZE, 4, strategy)
     assert made.decode is not None
-    assert made.chunks is not None
-    assert made.chunks.members() <= made.members
-    plans = made.chunks.plans
+    assert made.prefill is not None
+    assert made.prefill.members() <= made.members
+    plans = made.prefill.plans
     validate_stepped_plan(plans.by_mask[Mask()])
     assert [*plans.sparse] == ([] if all(dense) else [1])
     for plan in plans.sparse.values():

@@ -17,9 +17,9 @@ from distca.cost.model_sizes import MODELS, ModelSize
 from distca.cost.volume import AttentionShape
 from distca.inference.models import read_model
 from distca.plan.saved import save_plan
+from distca.schedule.serving.batches import DecodeBatch
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
-from distca.schedule.serving.decode import DecodeBatch
 from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer
@@ -215,7 +215,7 @@ def test_decoded_tokens_cost_what_their_plan_in_steps_does() -> None:
     costs = InferenceCosts(model, CLUSTERS["dgx-h100"])
     plan = PlannedCosts(costs, ranks, size).plan(entries)
     assert plan.decode is not None
-    assert plan.chunks is None
+    assert plan.prefill is None
     cost_model = costs.cluster.inference_cost(costs.shape)
     (mask,) = model.masks.masks
     batch = DecodeCosts(plan.decode, mask, costs.shape, cost_model, costs.links).steps

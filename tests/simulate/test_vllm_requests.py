@@ -29,8 +29,8 @@ def test_a_step_of_vllm_takes_what_one_of_our_ranks_takes(start: int, count: int
     """Its peers are charged alike, but for our merging and copies, which take little."""
     owners = np.zeros(-(-(start + count) // 128), dtype=np.int64)
     plan = plan_iteration([BatchEntry(0, start, count, owners)], (Mask(),), 128, 1, "pass-kv")
-    assert plan.chunks is not None
-    stepped = plan.chunks.plans.of(0, Mask())
+    assert plan.prefill is not None
+    stepped = plan.prefill.plans.of(0, Mask())
     ours = simulate_step([stepped] * MODEL.layers, COSTS).seconds
     assert ONE.seconds([(start, count)], []) == pytest.approx(ours, rel=0.05)
 

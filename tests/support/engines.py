@@ -143,13 +143,13 @@ def _planned(settings: EngineConfig) -> Iterator[list[int]]:
             return plan
         for layer, window in enumerate(model.windows):
             mask, moved = Mask(window), 0
-            if plan.chunks is not None:
-                of_layer = plan.chunks.plans.of(layer, mask)
+            if plan.prefill is not None:
+                of_layer = plan.prefill.plans.of(layer, mask)
                 moved += stepped_bytes(of_layer, model.shape).total
             if plan.decode is not None:
                 moved += int(plan.decode.bytes_by_sequence(mask, model.shape).sum())
             total[0] += moved * settings.parallel.tensor_parallel_size
-        if settings.parallel.split is not None and plan.chunks is not None:
+        if settings.parallel.split is not None and plan.prefill is not None:
             shared = settings.parallel.split.share(int(plan.new_tokens.sum()))
             total[0] += 0 if shared is None else shared.bytes_moved
         return plan

@@ -99,7 +99,7 @@ def prefill_with(
         rank.listen(front)
     try:
         while rank.counts.prompts + rank.counts.ended < prompts:
-            rank.step()
+            rank.iterate()
         blocks = rank.engine.cache
         referenced = sum(blocks.referenced(each) for each in range(count))
         return RankDone(rank.counts, rank.engine.counts.bytes_moved, referenced)

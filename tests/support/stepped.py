@@ -15,7 +15,7 @@ from distca.runtime import Buffers, CoreAttention
 from distca.runtime.messages import QAndKV
 from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
 from distca.runtime.serving.stepped_call import SteppedCall
-from distca.schedule.serving.step_program import step_program
+from distca.schedule.serving.steps import step_program
 from distca.transport import Transport
 from distca.transport.virtual import VirtualTransport
 from support.random_plans import dense_attention

@@ -17,9 +17,9 @@ from distca.attention.paged import PagedKeys
 from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime.exchange import Exchange, KernelCall, Piece, Rows, find_call_rows
-from distca.runtime.messages import peer_rows
+from distca.runtime.messages import PeerRows, peer_rows
 from distca.runtime.serving.kv_pool import BlockTables
-from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.batches import DecodeBatch
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)
 _FORWARD_ALONE = Sums(_NO_ROWS, None)
@@ -49,11 +49,9 @@ def build_decode_exchange(
     send = np.nonzero(away[mine].T)[1]
     received = np.flatnonzero(away[:, rank])
     received = received[np.argsort(decode.owners[received], kind="stable")]
-    nothing = np.zeros(world_size, dtype=np.int64)
-    outgoing, incoming = (
-        peer_rows(table[rank], table[:rank].sum(axis=0), nothing, nothing)
-        for table in (moved, moved.T)
-    )
+    travels = bool(moved.any())
+    outgoing = _queries_of_peers(moved, rank)
+    incoming = _queries_of_peers(moved.T, rank) if travels else outgoing
     # Kernels take queries in the order of the table's lines, so that it is used as it is where all
     # are served.
     served = np.concatenate([mine, received])
@@ -70,7 +68,6 @@ def build_decode_exchange(
     )
     alone = in_order and not len(send)
     local = np.concatenate([np.where(order < len(mine), order, -1), send])
-    travels = bool(moved.any())
     kv = Rows(slots, _NO_ROWS, outgoing[1], incoming[1], 0, None, None, False)
     q = replace(
         kv,
@@ -93,6 +90,12 @@ def build_decode_exchange(
         None if alone else lse_merge(local, len(mine)),
     )
     return exchange, keys
+
+
+def _queries_of_peers(moved: Int64s, rank: int) -> tuple[PeerRows, PeerRows]:
+    """Rows of queries, and none of keys, between a rank and the others; `moved` is `[from, to]`."""
+    nothing = np.zeros(len(moved), dtype=np.int64)
+    return peer_rows(moved[rank], moved[:rank].sum(axis=0), nothing, nothing)
 
 
 def _keys(

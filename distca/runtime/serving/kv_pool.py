@@ -11,6 +11,7 @@ blocks a sequence gets is not decided here: see `distca.schedule.serving.blocks`
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -90,7 +91,9 @@ class BlockTables:
         self._host: Int32s = np.zeros((4, 4), dtype=np.int32)
         self._used: Int64s = np.zeros(4, dtype=np.int64)
         self._line: dict[int, int] = {}
-        self._free_lines = list(range(4))[::-1]
+        # A heap: sequences that begin together get lines in their order, which kernels then use
+        # as it is.
+        self._free_lines = list(range(4))
         self.table = self._on_device()
 
     def _on_device(self) -> torch.Tensor:
@@ -113,7 +116,7 @@ class BlockTables:
             if sequence not in self._line:
                 if not self._free_lines:
                     self._grow(2 * len(self._used), self._host.shape[1])
-                self._line[sequence] = self._free_lines.pop()
+                self._line[sequence] = heapq.heappop(self._free_lines)
         found = map(self._line.__getitem__, sequences)
         return np.fromiter(found, dtype=np.int64, count=len(sequences))
 
@@ -134,7 +137,7 @@ class BlockTables:
         line = self._line.pop(sequence, None)
         if line is not None:
             self._used[line] = 0
-            self._free_lines.append(line)
+            heapq.heappush(self._free_lines, line)
 
     def slots(self, lines: Int64s, rows: Int64s) -> Int64s:
         """Returns the slot of row `rows[i]` of line `lines[i]`, int64 `[n]`."""
@@ -147,6 +150,7 @@ class BlockTables:
         before = self._host
         self._host = np.zeros((lines, columns), dtype=np.int32)
         self._host[: before.shape[0], : before.shape[1]] = before
-        self._free_lines += range(before.shape[0], lines)[::-1]
+        # Behind all others, so that it stays a heap.
+        self._free_lines += range(before.shape[0], lines)
         self._used = np.concatenate([self._used, np.zeros(lines - len(self._used), dtype=np.int64)])
         self.table = self._on_device()

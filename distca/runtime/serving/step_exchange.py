@@ -217,12 +217,19 @@ class _Served:
 
     def __init__(self, segments: Segments, rank: int, local: Int64s) -> None:
         mine = segments.server == rank
-        start, row = segments.start[mine], segments.served_rows(local)[mine]
-        order = np.argsort(start)
-        self._start, self._row = start[order], row[order]
+        start, end = segments.start[mine], segments.end[mine]
+        row, order = segments.served_rows(local)[mine], np.argsort(start)
+        self._start, self._end, self._row = start[order], end[order], row[order]
 
     def of(self, starts: Int64s, ends: Int64s) -> Int64s:
         """Returns the rows of the spans, one span after the other, int64."""
+        if not (ends > starts).any():
+            return np.zeros(0, dtype=np.int64)
+        segment = np.searchsorted(self._start, starts, side="right") - 1
+        if len(starts) == 1 and ends[0] <= self._end[segment[0]]:
+            # Most spans lie in one segment.
+            first = self._row[segment[0]] + starts[0] - self._start[segment[0]]
+            return np.arange(first, first + ends[0] - starts[0])
         _, starts, ends = cut_at(starts, ends, self._start)
         segment = np.searchsorted(self._start, starts, side="right") - 1
         return expand_ranges(self._row[segment] + starts - self._start[segment], ends - starts)

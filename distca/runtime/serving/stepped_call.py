@@ -26,7 +26,7 @@ from distca.runtime.serving.step_exchange import (
     StepMessages,
     SteppedExchange,
 )
-from distca.schedule.serving.step_program import StepEvent, step_program
+from distca.schedule.serving.steps import StepEvent, step_program
 from distca.transport import Channel, Direction, Pending
 
 Fill = Callable[[Sequence[torch.Tensor]], object]

@@ -2,8 +2,8 @@
 
 * the scheduler: `scheduler.py`, with `request.py` a request, `limits.py` its bounds,
   `prefix_cache.py` and `blocks.py` who owns a block, `block_owners.py` which rank gets a new one,
-  `moves.py` which blocks change ranks, `block_ranks.py` where all of a sequence lie;
-* the plans of an iteration: `iteration.py`, with `prefill_batch.py` and `decode.py` its two parts,
+  `moves.py` which blocks change ranks, `scheduled.py` what it decides;
+* the plans of an iteration: `iteration.py`, with `batches.py` its two parts, prefills and decodes,
   `layer_plans.py` a plan for each mask of the layers;
 * strategies: `steps.py` and `rings.py` keys or queries in rings, `partitions.py` chains,
   `csps/` sparse levels, head scatter, row sharing, `cdsp/` groups of ranks that grow;

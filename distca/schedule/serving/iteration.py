@@ -6,18 +6,15 @@ sequence has on one rank alone is computed there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
-from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
 from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
-from distca.schedule.serving.prefill_batch import PrefillBatch
 
 
 @dataclass(frozen=True)
@@ -38,29 +35,19 @@ class BatchEntry:
     ranks: Int64s
     dense: bool = False
 
-    def rows(self, end: int, block_size: int, world_size: int) -> Int64s:
-        """Returns the rows of the positions before `end` on each rank, int64 `[ranks]`."""
-        if world_size == 1:
-            return np.array([end], dtype=np.int64)
-        full, rest = divmod(end, block_size)
-        rows = np.bincount(self.ranks[:full], minlength=world_size) * block_size
-        if rest:
-            rows[self.ranks[full]] += rest
-        return rows
-
 
 @dataclass(frozen=True)
 class BatchPlan:
     """The plans of an iteration.
 
     Attributes:
-        chunks: chunks of prompts; None: there are none.
+        prefill: chunks of prompts; None: there are none.
         decode: decoded tokens; None: there are none.
         new_tokens: tokens that each rank owns, int64 `[ranks]`.
         members: ranks that take part.
     """
 
-    chunks: PrefillBatch | None
+    prefill: PrefillBatch | None
     decode: DecodeBatch | None
     new_tokens: Int64s
     members: frozenset[int]
@@ -68,34 +55,24 @@ class BatchPlan:
     @property
     def parts(self) -> tuple[PrefillBatch | DecodeBatch, ...]:
         """What there is of both, in the order in which a layer's attention runs."""
-        return tuple(each for each in (self.chunks, self.decode) if each is not None)
+        return tuple(each for each in (self.prefill, self.decode) if each is not None)
 
 
-def bytes_by_sequence(
-    parts: Sequence[PrefillBatch | DecodeBatch],
-    windows: Sequence[int | None],
-    shape: AttentionShape,
-    tensor_ranks: int,
-) -> list[int]:
-    """Returns the bytes that all layers move for each sequence, those of one part after the other.
+def rows_on_ranks(
+    entries: Sequence[BatchEntry], ends: Int64s, block_size: int, world_size: int
+) -> Int64s:
+    """Returns the rows of the positions before `ends[i]` of sequence `i` on each rank.
 
-    Args:
-        parts: parts of an iteration.
-        windows: for each layer how many earlier tokens a query sees; None: all.
-        shape: heads of one tensor-parallel rank.
-        tensor_ranks: tensor-parallel ranks, whose bytes are added up.
+    Shapes `[entries]`, `[entries]` -> int64 `[entries, ranks]`.
     """
-    found: list[int] = []
-    for part in parts:
-        if isinstance(part, PrefillBatch):
-            moved = part.bytes_by_sequence(windows, shape, tensor_ranks)
-        else:
-            of_masks = [
-                count * part.bytes_by_sequence(Mask(window), shape)
-                for window, count in Counter(windows).items()
-            ]
-            moved = tensor_ranks * np.sum(of_masks, axis=0)
-        found += moved.tolist()
+    if world_size == 1:
+        return ends[:, None]
+    found = np.zeros((len(entries), world_size), dtype=np.int64)
+    for rows, entry, end in zip(found, entries, ends.tolist(), strict=True):
+        full, rest = divmod(end, block_size)
+        rows += np.bincount(entry.ranks[:full], minlength=world_size) * block_size
+        if rest:
+            rows[entry.ranks[full]] += rest
     return found
 
 
@@ -121,21 +98,21 @@ def plan_iteration(
     chunked = [part for part in parts if part.count > 1 or not part.start]
     members: set[int] = set()
     new_tokens = np.zeros(world_size, dtype=np.int64)
-    chunks = decode = None
+    prefill = decode = None
     if chunked:
-        chunks = _plan_chunks(chunked, masks, block_size, world_size, strategy, head_groups)
-        members |= chunks.members()
-        new_tokens += chunks.new.tokens_per_rank()
+        prefill = _plan_prefill(chunked, masks, block_size, world_size, strategy, head_groups)
+        members |= prefill.members()
+        new_tokens += prefill.new.tokens_per_rank()
     if decoded:
         decode = _plan_decode(decoded, masks, block_size, world_size)
         members |= {*decode.owners.tolist()}
         for mask in masks:
             members |= {*np.flatnonzero(decode.away(mask).any(axis=0)).tolist()}
         new_tokens += np.bincount(decode.owners, minlength=world_size)
-    return BatchPlan(chunks, decode, new_tokens, frozenset(members))
+    return BatchPlan(prefill, decode, new_tokens, frozenset(members))
 
 
-def _plan_chunks(
+def _plan_prefill(
     parts: Sequence[BatchEntry],
     masks: Sequence[Mask],
     block_size: int,
@@ -153,7 +130,8 @@ def _plan_chunks(
         strategy = "pass-kv"
     dense = np.array([part.dense for part in parts])
     plans = plan_layers(lambda _: held, new, masks, strategy, dense, head_groups)
-    before = np.stack([part.rows(part.start, block_size, world_size) for part in parts])
+    starts = np.array([part.start for part in parts], dtype=np.int64)
+    before = rows_on_ranks(parts, starts, block_size, world_size)
     return PrefillBatch(tuple(part.sequence for part in parts), plans, new, before)
 
 
@@ -163,8 +141,7 @@ def _plan_decode(
     positions = np.array([part.start for part in parts], dtype=np.int64)
 
     def rows(ends: Int64s) -> Int64s:
-        each = zip(parts, ends.tolist(), strict=True)
-        return np.stack([part.rows(end, block_size, world_size) for part, end in each])
+        return rows_on_ranks(parts, ends, block_size, world_size)
 
     return DecodeBatch(
         tuple(part.sequence for part in parts),

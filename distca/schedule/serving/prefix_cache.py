@@ -42,10 +42,12 @@ def extend_digests(
 ) -> list[bytes]:
     """Returns the digests of a sequence that has grown since the `known` ones were made."""
     found = list(known)
-    for begin in range(len(found) * block_size, len(tokens) - block_size + 1, block_size):
+    begin, end = len(found) * block_size, len(tokens) // block_size * block_size
+    data = np.array(tokens[begin:end], dtype=np.int64).tobytes()
+    size = block_size * np.dtype(np.int64).itemsize
+    for at in range(0, len(data), size):
         before = found[-1] if found else salt
-        block = np.array(tokens[begin : begin + block_size], dtype=np.int64)
-        found.append(hashlib.sha256(before + block.tobytes()).digest())
+        found.append(hashlib.sha256(before + data[at : at + size]).digest())
     return found
 
 

@@ -287,7 +287,7 @@ class Scheduler:
             before = each.full
             each.computed += feed.count
             leads = each.number in self._followers
-            if self._cache.enabled or leads:
+            if each.full > before and (self._cache.enabled or leads):
                 self._extend_digests(each)
                 for full in range(before, each.full):
                     self._cache.keep(each.blocks[full], each.digests[full], waited=leads)

@@ -10,12 +10,13 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.volume import Messages
+from distca.schedule.serving.batches import Batch
 from distca.schedule.serving.cdsp import PrefillTimes
 from distca.schedule.serving.iteration import (
     BatchEntry,
     BatchPlan,
-    bytes_by_sequence,
     plan_iteration,
+    rows_on_ranks,
 )
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.moves import BlockTransfer
@@ -81,7 +82,8 @@ class PlannedCosts:
         arguments as for `seconds`."""
         model, size = self.costs.model, self.costs.tensor_parallel
         windows = [model.masks.of_layer(layer).window_left for layer in range(model.layers)]
-        planned = bytes_by_sequence(self.plan(entries).parts, windows, self.costs.shape, size)
+        batch = Batch(self.plan(entries).parts)
+        planned = batch.bytes_by_sequence(windows, self.costs.shape, size)
         return sum(planned) + len(moves) * self._block_bytes * model.layers * size
 
     @property
@@ -129,10 +131,10 @@ class FittedCosts:
 
     def seconds(self, entries: Sequence[BatchEntry], moves: Sequence[BlockTransfer]) -> float:
         """See `IterationCosts.seconds`."""
-        free, decoded = [0.0] * self.world_size, np.zeros(self.world_size, dtype=np.int64)
+        free, decodes = [0.0] * self.world_size, []
         for each in entries:
             if each.count == 1 and each.start:
-                decoded += each.rows(each.start + 1, self.block_size, self.world_size)
+                decodes.append(each)
                 continue
             group = {*each.ranks.tolist()}
             degree = max(degree for degree in self.times.degrees if degree <= len(group))
@@ -140,6 +142,8 @@ class FittedCosts:
             end = max(free[rank] for rank in group) + seconds
             for rank in group:
                 free[rank] = end
-        for rank in np.flatnonzero(decoded).tolist():
-            free[rank] += self.decode_times.seconds(int(decoded[rank]))
+        ends = np.array([each.start + 1 for each in decodes], dtype=np.int64)
+        read = rows_on_ranks(decodes, ends, self.block_size, self.world_size).sum(axis=0)
+        for rank in np.flatnonzero(read).tolist():
+            free[rank] += self.decode_times.seconds(int(read[rank]))
         return max(free)

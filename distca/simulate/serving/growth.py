@@ -78,8 +78,8 @@ def simulate_growth(
         part = BatchEntry(0, piece.start, piece.end - piece.start, owners)
         masks = costs.model.masks
         plan = plan_iteration([part], masks.masks, block_size, everyone, strategy)
-        assert plan.chunks is not None
-        plans, every = plan.chunks.plans, range(costs.model.layers)
+        assert plan.prefill is not None
+        plans, every = plan.prefill.plans, range(costs.model.layers)
         layers = [plans.of(layer, masks.of_layer(layer)) for layer in every]
         return simulate_step(layers, costs, moves=moves)
 

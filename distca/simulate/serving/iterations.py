@@ -12,9 +12,8 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.volume import AttentionShape, Messages
 from distca.plan import Mask
-from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
 from distca.schedule.serving.iteration import BatchPlan
-from distca.schedule.serving.prefill_batch import PrefillBatch
 from distca.simulate.resources import Resources
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.steps import (

@@ -24,7 +24,7 @@ from distca.cost.step_memory import STEP_SLOTS, step_memory
 from distca.cost.volume import AttentionShape, Messages
 from distca.plan import Plan, SteppedPlan, Tasks
 from distca.plan.span import Floats, Int64s, distinct
-from distca.schedule.serving.step_program import step_program
+from distca.schedule.serving.steps import step_program
 from distca.simulate.outcome import Outcome
 from distca.simulate.resources import Resources, Transfer
 from distca.simulate.serving.costs import InferenceCosts

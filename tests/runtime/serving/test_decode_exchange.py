@@ -19,7 +19,7 @@ from distca.runtime.serving.decode_exchange import build_decode_exchange
 from distca.runtime.serving.kv_pool import BlockTables, KVCache
 from distca.schedule.program import LayerGroup, tick_program
 from distca.schedule.serving import step_plan
-from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.batches import DecodeBatch
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.transport import CollectiveTransport
 from support.ranks import Ranks

@@ -23,7 +23,7 @@ from distca.runtime.serving.kept_exchange import build_kept_exchange
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import NODE_PARTS, Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.step_program import step_program
+from distca.schedule.serving.steps import step_program
 from distca.transport.virtual import VirtualTransport
 from support.sparse_reference import importance_of, kept_pairs
 from support.stepped import CPU, SCALE, inputs, rows_of, run_virtually

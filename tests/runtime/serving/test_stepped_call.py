@@ -34,7 +34,7 @@ from distca.schedule.serving import (
     step_plan,
 )
 from distca.schedule.serving.csps.head_scatter import head_groups
-from distca.schedule.serving.step_program import step_program
+from distca.schedule.serving.steps import step_program
 from distca.transport import CollectiveTransport
 from distca.transport.shared_memory import SharedMemoryTransport
 from support.random_plans import dense_attention, random_lengths, random_plan
