@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from distca.inference.attention_runner import ForwardContext
-from distca.inference.models import ServedModel
+from distca.inference.models import ServedModel, expert_count
 from distca.inference.runnable import RunnableModel
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def capture_for(model: ServedModel, device: torch.device, enforce_eager: bool) -
     """
     config = model.config
     rotary = str(getattr(config, "rope_parameters", None))
-    asks = getattr(config, "num_experts", None) or "dynamic" in rotary
+    asks = expert_count(config) > 0 or "dynamic" in rotary
     if enforce_eager or device.type != "cuda" or model.tensor_parallel_size > 1 or asks:
         return None
     return CudaCapture(device)

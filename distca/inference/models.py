@@ -336,14 +336,18 @@ def model_digest(model: ServedModel) -> bytes:
     return hashlib.sha256(told.encode()).digest()
 
 
+def expert_count(config: PreTrainedConfig) -> int:
+    """Returns the number of experts that a token chooses among, or 0."""
+    return next(filter(None, (getattr(config, name, None) for name in _EXPERTS)), 0)
+
+
 def model_size(model: ServedModel) -> ModelSize:
     """The sizes of a whole model."""
     config, heads = model.config, model.config.num_attention_heads
     width, experts = int(config.intermediate_size), None
     if chosen := getattr(config, "num_experts_per_tok", None):
         of_expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        count = next(filter(None, (getattr(config, name, None) for name in _EXPERTS)))
-        width, experts = 0, Experts(count, chosen, of_expert)
+        width, experts = 0, Experts(expert_count(config), chosen, of_expert)
     return ModelSize(
         layers=len(model.windows),
         hidden_size=int(config.hidden_size),

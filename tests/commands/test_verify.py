@@ -127,12 +127,16 @@ def _training(tmp_path: Path) -> Any:
     return context
 
 
-def test_losses_that_differ(monkeypatch, tmp_path: Path) -> None:
+def test_losses_and_gradients_that_differ(monkeypatch, tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
-    runs = iter([training.Ran([5.0, 4.0], 1.0), training.Ran([5.0, 4.1], 1.0)])
-    monkeypatch.setattr(training, "_train", lambda *_: next(runs))
-    with pytest.raises(Fault, match=r"are 2.5e-02 of plain Megatron's from them \(0.0001 is allow"):
-        training.check_training(_training(tmp_path))
+    for other, says in (
+        (training.Ran([5.0, 4.1], [2.0, 1.0], 1.0), r"losses of 5 steps are 2.5e-02 .*\(0.0001 is"),
+        (training.Ran([5.0, 4.0], [1.9, 1.0], 1.0), r"gradients' norms are 5.0e-02 .*\(0.01 is"),
+    ):
+        runs = iter([training.Ran([5.0, 4.0], [2.0, 1.0], 1.0), other])
+        monkeypatch.setattr(training, "_train", lambda *_, runs=runs: next(runs))
+        with pytest.raises(Fault, match=says):
+            training.check_training(_training(tmp_path))
 
 
 def test_a_run_that_fails(monkeypatch, tmp_path: Path) -> None:
@@ -175,6 +179,18 @@ def test_a_process_that_dies_is_named() -> None:
     ranks._follow([mock.Mock(), dead], ours, ["environment", "links"], told.append)
     assert [line.stage for line in told] == ["environment", "links"]
     assert told[1].text == "rank 1: its process ended with exit code -11"
+
+
+def test_others_fail_of_a_process_that_dies() -> None:
+    ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
+    theirs[0].send(Line("links", "failed", "connection reset by peer", "do", 0.0, {}))
+    theirs[1].close()
+    told: list[Line] = []
+    dead = mock.Mock(exitcode=-9)
+    ranks._follow([mock.Mock(), dead], ours, ["links"], told.append)
+    assert [line.text for line in told] == [
+        f"rank 1: its process ended with exit code -9: {ranks._KILLED}"
+    ]
 
 
 def test_the_lowest_rank_that_failed_is_told() -> None:

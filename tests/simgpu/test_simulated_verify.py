@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from support.simgpu.machine import Machine, built_or_skip
+from support.verify_faults import FAULTS
 
 CAPACITY = 1_200_000_000
 # Training has its own tests: Megatron-LM starts processes, in minutes.
@@ -24,6 +24,17 @@ SAYS = {
     "a_pool_is_larger_than_the_memory": "not enough memory: CUDA out of memory",
     "a_stage_does_not_end": "it did not end in 0.2 s",
 }
+"""What the command says of faults that it finds with one GPU."""
+SAYS_OF_RANKS = {
+    "a_rank_has_another_version": "rank 1 has distca",
+    "a_rank_is_killed": "rank 1: its process ended with exit code -9: it was killed",
+    "a_byte_is_lost": "rank 1: NCCL: ",
+    "a_dead_peer_is_waited_for": "a rank waits for 0.5 s and longer for a peer that died",
+    "partial_results_are_merged_without_weights": "llama, eager, on 2 rank(s): check: bfloat16",
+}
+"""And with two."""
+IN_CI = ("a_rank_is_killed", "a_byte_is_lost", "partial_results_are_merged_without_weights")
+"""The others of two GPUs run on CPUs, in `tests/commands/test_verify.py`, too."""
 
 
 def verify(machine: Machine, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -71,20 +82,42 @@ def test_too_little_memory_is_said_at_once() -> None:
     assert last == "environment failed; not run: kernels"
 
 
+def fails_with(status: int, printed: str, stage: str, text: str) -> None:
+    """Fails unless the command ended with 1, the stage's line and what to do."""
+    assert status == 1, printed
+    first, cure, last = printed.splitlines()
+    assert first.split()[:2] == ["failed", stage]
+    assert text in first
+    assert cure.strip()
+    assert last == f"{stage} failed"
+
+
 @pytest.fixture(scope="module")
-def lines() -> dict[str, Any]:
-    """The line of each fault's stage; all are put in in one process."""
+def said() -> dict[str, tuple[int, str]]:
+    """Status and output of the command with each fault of one GPU; all run in one process."""
     built_or_skip()
     command = [sys.executable, "-m", "support.verify_faults"]
     ran = Machine(1, CAPACITY).run(command, seconds=600)
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout)
+    found: dict[str, tuple[int, str]] = json.loads(ran.stdout)
     return found
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_a_fault_fails_its_stage(lines: dict[str, Any], name: str) -> None:
-    line = lines[name]
-    assert line["state"] == "failed", line
-    assert SAYS[name] in line["text"]
-    assert line["cure"]
+def test_a_fault_fails_its_stage(said: dict[str, tuple[int, str]], name: str) -> None:
+    fails_with(*said[name], FAULTS[name].stage, SAYS[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in IN_CI else pytest.mark.full) for name in SAYS_OF_RANKS],
+)
+def test_a_fault_of_two_gpus_fails_its_stage(name: str) -> None:
+    built_or_skip()
+    command = [sys.executable, "-m", "support.verify_faults", name]
+    ran = Machine(2, CAPACITY).run(command, seconds=600)
+    fails_with(ran.returncode, ran.stdout, FAULTS[name].stage, SAYS_OF_RANKS[name])
+
+
+def test_all_faults_are_tried() -> None:
+    assert FAULTS.keys() == SAYS.keys() | SAYS_OF_RANKS.keys()

@@ -1,35 +1,64 @@
-"""Faults of a GPU machine, each put in while a stage of `distca verify` runs on a simulated GPU.
+"""Faults of a GPU machine, each put in while `distca verify` runs on simulated GPUs.
 
-Run as a module it writes the line of each fault's stage to standard output, as JSON.
+`python -m support.verify_faults` puts in the faults of one GPU, one after the other in its own
+process, and writes what the command says of each to standard output, as JSON. With the name of a
+fault it runs the command, whose ranks have that fault.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from distca.attention import flash
-from distca.commands.verify import answers
-from distca.commands.verify.ranks import chosen, join_ranks, run_stages
-from distca.commands.verify.stage import Context, Line
+from distca.commands.main import main
+from distca.commands.verify import answers, command, dying_peer, environment, links, transports
+from distca.commands.verify import ranks as verify_ranks
+from distca.commands.verify.ranks import Tell, chosen, join_ranks, run_stages
+from distca.commands.verify.stage import Context, Found, Line
 from distca.inference import cuda_graphs
 from distca.inference.model_runner import ModelRunner
+from distca.runtime import server_kernels
+from distca.transport import collective
 
-FAULTS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]] = {}
-"""Stage in which a fault shows, and what puts it in, by the fault's name."""
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a machine.
+
+    Attributes:
+        ranks: GPUs on which it shows.
+        stage: stage of `distca verify` in which it does.
+        put_in: puts it in while the context lasts.
+    """
+
+    ranks: int
+    stage: str
+    put_in: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def fault(stage: str) -> Callable[[Any], Any]:
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(stage: str, ranks: int = 1) -> Callable[[Any], Any]:
     def take(function: Callable[[], Iterator[None]]) -> Any:
-        FAULTS[function.__name__] = stage, contextlib.contextmanager(function)
+        FAULTS[function.__name__] = Fault(ranks, stage, contextlib.contextmanager(function))
         return function
 
     return take
@@ -89,32 +118,127 @@ def a_pool_is_larger_than_the_memory() -> Iterator[None]:
 
 @fault("overlap")
 def a_stage_does_not_end() -> Iterator[None]:
-    yield
+    ended = threading.Event()
+
+    def waits(context: Context) -> Found:
+        ended.wait()
+        return Found("", {})
+
+    theirs = verify_ranks.STAGES
+    late = [
+        replace(stage, seconds=0.2, run=waits) if stage.name == "overlap" else stage
+        for stage in theirs
+    ]
+    with mock.patch.object(verify_ranks, "STAGES", late):
+        threading.Timer(2.0, ended.set).start()
+        yield
 
 
-def line_of(name: str, context: Context) -> Line:
-    """Returns the line of a fault's stage."""
-    stage_name, put_in = FAULTS[name]
-    [stage] = chosen([stage_name])
-    lines: list[Line] = []
-    if name == "a_stage_does_not_end":
-        ended = threading.Event()
-        stage = replace(stage, seconds=0.2, run=lambda _: ended.wait())
+@fault("environment", ranks=2)
+def a_rank_has_another_version() -> Iterator[None]:
+    def version() -> str:
+        return f"3.{10 + dist.get_rank()}"
 
-        def fail(line: Line) -> None:
-            lines.append(line)
-            ended.set()
-    else:
-        fail = lines.append
+    with mock.patch.object(environment.platform, "python_version", version):
+        yield
+
+
+@fault("links", ranks=2)
+def a_rank_is_killed() -> Iterator[None]:
+    copying = links._copying
+
+    def killed(context: Context, nbytes: int) -> float:
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return copying(context, nbytes)
+
+    with mock.patch.object(links, "_copying", killed):
+        yield
+
+
+@fault("transports", ranks=2)
+def a_byte_is_lost() -> Iterator[None]:
+    wait = collective._Collective.wait
+
+    def lossy(self: collective._Collective) -> torch.Tensor:
+        received = wait(self)
+        if dist.get_rank() == 1:
+            received[:1].zero_()
+        return received
+
+    with mock.patch.object(collective._Collective, "wait", lossy):
+        yield
+
+
+@fault("transports", ranks=2)
+def a_dead_peer_is_waited_for() -> Iterator[None]:
+    popen = subprocess.Popen
+
+    def patient(words: list[str], **more: Any) -> Any:
+        return popen(["sh", "-c", "kill -9 $$" if words[3] == "1" else "exec sleep 60"], **more)
+
+    soon = functools.partial(dying_peer.lose_a_peer, most_waited=0.5)
+    with (
+        mock.patch.object(dying_peer.subprocess, "Popen", patient),
+        mock.patch.object(transports, "lose_a_peer", soon),
+    ):
+        yield
+
+
+@fault("answers", ranks=2)
+def partial_results_are_merged_without_weights() -> Iterator[None]:
+    merge = server_kernels.merge_shared
+
+    def unweighted(out: torch.Tensor, lse: torch.Tensor, *more: Any) -> None:
+        merge(out, lse.zero_(), *more)
+
+    with (
+        mock.patch.object(server_kernels, "merge_shared", unweighted),
+        mock.patch.object(answers, "FAMILIES", {"llama": "pass-kv"}),
+    ):
+        yield
+
+
+def said_here(name: str, context: Context) -> tuple[int, str]:
+    """Runs the command with a fault of one GPU, in this process.
+
+    Returns:
+        Its exit status, and what it prints.
+    """
+    its = FAULTS[name]
     folder = context.folder / name
     folder.mkdir()
-    with put_in():
-        run_stages([stage], replace(context, folder=folder), None, lines.append, fail)
-    return lines[0]
 
+    def here(ranks: int, names: Sequence[str], output: Path | None, tell: Tell) -> None:
+        told: list[Line] = []
+
+        def tell_until_one_fails(line: Line) -> None:
+            if not any(each.state == "failed" for each in told):
+                told.append(line)
+                tell(line)
+
+        where = replace(context, folder=folder)
+        run_stages(chosen(names), where, output, tell_until_one_fails, tell_until_one_fails)
+
+    printed = io.StringIO()
+    with (
+        its.put_in(),
+        mock.patch.object(command, "verify_machine", here),
+        contextlib.redirect_stdout(printed),
+    ):
+        status = main(["verify", "--stages", its.stage])
+    return status, printed.getvalue()
+
+
+if __name__ in ("__main__", "__mp_main__") and len(sys.argv) > 1:
+    # The ranks that the command starts import this module, too.
+    put_in = FAULTS[sys.argv[1]].put_in()
+    put_in.__enter__()
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(main(["verify", "--stages", FAULTS[sys.argv[1]].stage]))
     with tempfile.TemporaryDirectory() as told:
         rank = join_ranks(0, 1, f"{told}/store", Path(told))
-        found = {name: asdict(line_of(name, rank)) for name in FAULTS}
+        found = {name: said_here(name, rank) for name, each in FAULTS.items() if each.ranks == 1}
     sys.stdout.write(json.dumps(found))

@@ -27,6 +27,8 @@ PATIENCE = timedelta(seconds=5)
 """Time after which an exchange with a dead peer has failed."""
 MOST_WAITED = 60.0
 """Seconds that the other process may take to end: NCCL's watchdog looks now and then."""
+_TO_START = 60.0
+"""Seconds that a process may start after the other."""
 _DIES, _EXCHANGES = 2, 6
 
 
@@ -52,7 +54,7 @@ def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
         ]
         try:
             # It starts torch first, and has a GPU to find.
-            if processes[1].wait(most_waited + 60) != -signal.SIGKILL:
+            if processes[1].wait(most_waited + _TO_START) != -signal.SIGKILL:
                 raise Fault("two ranks cannot exchange bytes in processes of their own", REPORT)
             begin = time.perf_counter()
             status = processes[0].wait(most_waited)
@@ -82,8 +84,11 @@ def main(argv: Sequence[str]) -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     file = dist.FileStore(store, 2)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if on_gpus else "gloo", None, PATIENCE, 2, rank, file)
-    group = dist.group.WORLD
+    backend = "nccl" if on_gpus else "gloo"
+    dist.init_process_group(backend, None, timedelta(seconds=_TO_START), 2, rank, file)
+    # On a busy machine one process starts long after the other.
+    dist.barrier()
+    group = dist.new_group(timeout=PATIENCE)
     assert group is not None
     transport = CollectiveTransport(group, device)
 

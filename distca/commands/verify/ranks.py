@@ -219,10 +219,15 @@ def _serve(
 def _follow(
     processes: Sequence[BaseProcess], pipes: Sequence[Connection], names: Sequence[str], tell: Tell
 ) -> None:
-    """Tells lines until all ranks have ended or one has failed."""
+    """Tells lines until all ranks have ended or one has failed.
+
+    A rank that fails waits for its end. So the first process that ends by itself is what others
+    fail of.
+    """
     left = dict(zip(pipes, range(len(pipes)), strict=True))
     told: list[str] = []
     failures: dict[int, Line] = {}
+    died: int | None = None
     while left:
         ready = wait(list(left), _FURTHER_FAILURES if failures else None)
         if failures and not ready:
@@ -234,8 +239,8 @@ def _follow(
                 line = pipe.recv()
             except (EOFError, OSError):
                 del left[pipe]
-                if not failures:
-                    failures[rank] = _death(processes[rank], names[len(told)])
+                if died is None:
+                    died, failures[rank] = rank, _death(processes[rank], names[len(told)])
                 continue
             if line is None:
                 del left[pipe]
@@ -246,7 +251,7 @@ def _follow(
                 told.append(line.stage)
                 tell(line)
     if failures:
-        rank = min(failures)
+        rank = min(failures) if died is None else died
         where = f"rank {rank}: " if len(pipes) > 1 else ""
         tell(replace(failures[rank], text=where + failures[rank].text))
 
