@@ -53,7 +53,7 @@ from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_growth
-from distca.simulate.serving.prefill_blocks import PrefillBlocks
+from distca.simulate.serving.growth import grow_blocks
 from distca.transport import CollectiveTransport, Transport, new_exchange_group
 from distca.transport.ablation import Signal, SingleStream
 
@@ -113,17 +113,16 @@ class Rank:
     def prefill(self, way: str) -> dict[str, float]:
         """Feeds both chunks; returns seconds of each, CPU seconds, and bytes that were sent."""
         job, rank = self._job, self.attention.rank
-        held = PrefillBlocks(PrefixCache(BlockPool(job.ranks, self._blocks, BLOCK)))
+        cache = PrefixCache(BlockPool(job.ranks, self._blocks, BLOCK))
         groups = frozenset(range(job.ranks // 2)), frozenset(range(job.ranks))
         pieces = [
             Piece(n * job.tokens, (n + 1) * job.tokens, each) for n, each in enumerate(groups)
         ]
-        assert held.reserve(0, pieces)
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, 2 * job.tokens).tolist()
         moving: Transport = WRAPPERS[way](self.moving)
         found, cpu = {}, time.process_time()
-        for piece, name in zip(pieces, ("first", "second"), strict=True):
-            given = held.begin(0, piece)
+        names = "first", "second"
+        for piece, given, name in zip(pieces, grow_blocks(pieces, cache), names, strict=True):
             sent = [sum(each.bytes_sent.values()) for each in (self.attention, moving)]
             dist.barrier()
             started = time.perf_counter()

@@ -316,3 +316,12 @@ def test_fixed_degrees_are_powers_of_two() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             strategy_of(name)
+
+
+def test_fixed_groups_go_on_from_what_they_hold_themselves() -> None:
+    search, queued = Search(MODEL), [5.0] * 4 + [1.0] * 4
+    plan = strategy_of("fixed-4")
+    for holders, cached in ((frozenset({4, 6}), 1000), (frozenset({0}), 0), (frozenset(), 1000)):
+        (chunk,) = plan(search, queued, 8, 9000, 1000, holders).chunks
+        assert (chunk.cached, chunk.tokens, chunk.start) == (cached, 10_000 - cached, 1.0)
+        assert chunk.ranks == {4, 5, 6, 7}

@@ -191,3 +191,14 @@ def test_silence_is_borne_for_a_lease() -> None:
     freed, actions = feed("decode", fenced, Fenced(T))
     assert actions == [Free(T, 1, "the prefill side is silent")]
     assert freed == replace(there, incoming={}, free_blocks=9)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_silent_transfer_takes_no_beats_from_others(side: str) -> None:
+    state: Any = Sender(2.0) if side == "prefill" else Receiver(9, 1, 2.0)
+    other = Transfer(4)
+    state, _ = feed(side, state, Begin(T, 1, 1, 1), Begin(other, 1, 1, 1))
+    state, _ = feed(side, state, Beat(other), now=2.0)
+    state, actions = feed(side, state, Tick(), now=3.0)
+    assert actions == [Fence(T), Send(Beat(other))]
+    assert feed(side, state, Tick(), now=4.0)[1] == [Send(Beat(other))]

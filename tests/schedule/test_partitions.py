@@ -15,7 +15,7 @@ from distca.cost.step_bytes import stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, validate_stepped_plan
 from distca.plan.span import Floats, Int64s
-from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
+from distca.schedule.serving import held_after, nobody_holds, partitions, shard_evenly, step_plan
 from distca.schedule.serving.partitions import (
     Chain,
     PartitionTable,
@@ -285,3 +285,12 @@ def test_a_chain_is_among_the_ranks_that_there_are() -> None:
     for partition in (TABLE, (0.5, 0.5)):
         with pytest.raises(ValueError, match="among 2 ranks, not 3"):
             Chain(3, partition)
+
+
+@pytest.mark.parametrize("cuts", [1, 3, 6, 8, 15])
+def test_cuts_move_both_ways_alike(cuts: int) -> None:
+    """From nine ranks on, where a grid has too many points, too."""
+    moves = np.round(partitions._moves(cuts), 9) + 0.0
+    there = {tuple(each) for each in moves.tolist()}
+    assert there == {tuple(each) for each in (0.0 - moves).tolist()}
+    assert len(there) > 2 * cuts

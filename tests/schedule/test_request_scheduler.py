@@ -276,6 +276,19 @@ def test_chunks_and_decodes_share_iterations() -> None:
     assert sum(count for batch in counts for _, count in batch) == 4 + 5 + 12 + 1
 
 
+def test_an_answer_ends_with_the_token_that_stops_it() -> None:
+    """Neither a stop in the prompt nor one among the fewest tokens ends it."""
+    scheduler, _ = scheduler_of()
+    scheduler.add(0, [3, 9], 6, frozenset({9}), fewest_new=2)
+    ends = []
+    for token in (4, 9, 5, 9):
+        batch = scheduler.schedule()
+        assert batch is not None
+        ends += [each.finish for each in scheduler.advance(batch, {0: token})]
+    assert ends == [None, None, None, "stop"]
+    assert scheduler.schedule() is None
+
+
 def test_a_second_turn_computes_its_new_tokens_alone() -> None:
     scheduler, _ = scheduler_of(blocks=12)
     scheduler.add(0, list(range(17)), 3)

@@ -160,6 +160,8 @@ def test_under_a_window_keys_travel_while_those_at_home_are_seen() -> None:
     assert moved == [[0, 0, 0], [40, 80, 40]]
     first = plan.select(plan.step == 0).plan
     assert first.loads().sum() > 0.7 * plan.plan.loads().sum()
+    # Nothing lies before the first piece, so all of it is in the first step.
+    assert plan.step[plan.plan.tasks.q_start == 0].tolist() == [0]
 
 
 def decoded(ranks: int, stripe: int, tokens: int, sequences: int) -> list[Int64s]:

@@ -83,7 +83,7 @@ def test_a_prompt_begins_on_ranks_that_are_free_and_goes_on_with_more() -> None:
     cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
     scheduler = Scheduler(cache, SchedulerConfig(4, 40, SIZE, 9, growing=GROWING), b"model")
     scheduler.add(0, [1] * 9, 2)
-    scheduler.add(1, [2] * 40, 5)
+    scheduler.add(1, [2] * 40, 9)
     ranks: dict[int, list[list[int]]] = {0: [], 1: []}
     moves = []
     while (batch := scheduler.schedule()) is not None:
@@ -93,9 +93,11 @@ def test_a_prompt_begins_on_ranks_that_are_free_and_goes_on_with_more() -> None:
         scheduler.advance(batch, {feed.sequence: 3 for feed in batch.feeds if feed.samples})
     # The short one has a rank of its own; the long one has the other, until both are free.
     assert ranks[0] == [[0] * 3, []]
-    assert ranks[1] == [[1] * 2, [0, 0, 1, 1, 1, 1, 0, 0], [1], [], [], []]
+    # Both have its decoded tokens, too.
+    decoded = [[1], [], [], [], [0], [], [], []]
+    assert ranks[1] == [[1] * 2, [0, 0, 1, 1, 1, 1, 0, 0], *decoded]
     # Blocks of the first chunk go to the new member first.
-    assert moves == [[], [(1, 1, 0)], [], [], [], []]
+    assert moves == [[], [(1, 1, 0)], *[[]] * len(decoded)]
 
 
 def test_ranks_are_busy_with_what_is_left_of_prompts_alone() -> None:

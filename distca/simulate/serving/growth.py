@@ -1,25 +1,64 @@
 """A prompt whose group of ranks grows between two chunks: what moving its rows exposes.
 
-Blocks and moves are those of Tetris (`prefill_blocks`), plans those of the engine
-(`plan_iteration`).
+Blocks, moves and plans are those of the engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from distca.cost.volume import Messages
+from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.schedule.serving.prefix_cache import PrefixCache
+from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.moves import BlockTransfer, Mover
+from distca.schedule.serving.prefix_cache import Block, PrefixCache
+from distca.schedule.serving.request import Request
 from distca.schedule.serving.steps import Strategy
 from distca.simulate.outcome import Outcome
 from distca.simulate.serving.costs import InferenceCosts
-from distca.simulate.serving.prefill_blocks import PieceBlocks, PrefillBlocks
 from distca.simulate.serving.steps import simulate_step
+
+
+@dataclass(frozen=True)
+class PieceBlocks:
+    """The blocks that a chunk is computed with.
+
+    Attributes:
+        blocks: blocks of all positions up to the chunk's end.
+        moves: copies that come before the chunk's own rows are written.
+    """
+
+    blocks: tuple[Block, ...]
+    moves: tuple[BlockTransfer, ...]
+
+
+def grow_blocks(pieces: Sequence[Piece], cache: PrefixCache) -> list[PieceBlocks]:
+    """Gives each chunk of a prompt its blocks, as the scheduler does.
+
+    Args:
+        pieces: chunks, the first of which begins the prompt; each has the ranks of those before.
+        cache: blocks of all ranks, with room for the prompt.
+    """
+    size, end = cache.pool.block_size, pieces[-1].end
+    limits = SchedulerConfig(1, end, size, 0)
+    owners = BlockOwners(cache, range(cache.pool.world_size), limits)
+    mover = Mover(cache, limits.servers, size)
+    request = Request(0, [0] * end, end, end + 1, frozenset(), block_size=size, pieces=pieces)
+    found = []
+    for piece in pieces:
+        moves = mover.even_out([request], piece.ranks)
+        missing = -(-piece.end // size) - len(request.blocks)
+        ranks = owners.of_new_blocks(request, piece.end - piece.start, missing)
+        request.blocks += map(cache.take, ranks)
+        request.computed = piece.end
+        found.append(PieceBlocks(tuple(request.blocks), tuple(moves)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -63,14 +102,12 @@ def simulate_growth(
     """
     everyone = max(ranks)
     blocks = -(-sum(tokens) // block_size) + 1
-    held = PrefillBlocks(PrefixCache(BlockPool(everyone, blocks, block_size)))
     ends = tokens[0], sum(tokens)
     pieces = [
         Piece(start, end, frozenset(range(count)))
         for start, end, count in zip((0, ends[0]), ends, ranks, strict=True)
     ]
-    assert held.reserve(0, pieces)
-    given = [held.begin(0, piece) for piece in pieces]
+    given = grow_blocks(pieces, PrefixCache(BlockPool(everyone, blocks, block_size)))
 
     def step(number: int, moves: Messages | None) -> Outcome:
         piece = pieces[number]

@@ -22,25 +22,24 @@ def move_on_a_rank() -> tuple[int, int, int]:
     from distca.schedule.serving.blocks import BlockPool
     from distca.schedule.serving.cdsp.pieces import Piece
     from distca.schedule.serving.prefix_cache import PrefixCache
-    from distca.simulate.serving.prefill_blocks import PrefillBlocks
+    from distca.simulate.serving.growth import grow_blocks
     from distca.transport import CollectiveTransport
 
     rank, cpu = dist.get_rank(), torch.device("cpu")
     transport = CollectiveTransport(dist.new_group(), cpu)
     pool = KVCache(LAYERS, BLOCKS, SIZE, SHAPE, torch.float32, cpu)
-    held = PrefillBlocks(PrefixCache(BlockPool(4, BLOCKS, SIZE)))
+    cache = PrefixCache(BlockPool(4, BLOCKS, SIZE))
     planned = rows = 0
-    for sequence in range(2):
+    for _ in range(2):
         pieces = [Piece(0, 96, frozenset({0, 3})), Piece(96, 100, frozenset(range(4)))]
-        assert held.reserve(sequence, pieces)
-        before = held.begin(sequence, pieces[0]).blocks
+        first, given = grow_blocks(pieces, cache)
+        before = first.blocks
         pool.keys.zero_()
         pool.values.zero_()
         for place, block in enumerate(before):
             if block.rank == rank:
                 for layer, memory in layers_of(pool):
                     memory[layer, block.number] = 10.0 * place + layer
-        given = held.begin(sequence, pieces[1])
         moves = KvMoves(pool, transport, [BlockMove(*m.source, *m.to) for m in given.moves])
         planned += moves.bytes_planned
         for layer in range(LAYERS):
