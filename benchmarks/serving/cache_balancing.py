@@ -47,10 +47,9 @@ from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_growth
 from distca.simulate.serving.growth import grow_blocks

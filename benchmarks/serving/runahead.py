@@ -33,7 +33,7 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache
 from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.partitions import (
     Chain,
@@ -42,7 +42,6 @@ from distca.schedule.serving.partitions import (
     even_shares,
     search_partition,
 )
-from distca.schedule.serving.prefix_cache import Block, PrefixCache
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import (
     InferenceCosts,

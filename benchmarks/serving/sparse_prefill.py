@@ -100,7 +100,7 @@ class Way:
         new = sharding(np.zeros(1, dtype=np.int64), np.array([job.tokens]))
         held, shape = nobody_holds(new.world_size), costs.shape
         if isinstance(strategy, NearToFar):
-            found = plan_layers(lambda _: held, new, model.masks, strategy)
+            found = plan_layers(held, new, model.masks, strategy)
             plans = [found.of(layer, Mask(window)) for layer, window in enumerate(model.windows)]
             return simulate_step(plans, costs).seconds
         assert isinstance(strategy, str), "no way lets others choose"

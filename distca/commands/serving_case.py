@@ -73,7 +73,7 @@ class StepCase:
         layers = self.costs.model.layers
         if isinstance(strategy, str):
             return [self.plan(strategy)] * layers
-        plans = plan_layers(lambda _: self.held, self.new, [self.mask], strategy)
+        plans = plan_layers(self.held, self.new, [self.mask], strategy)
         return [plans.of(layer, self.mask) for layer in range(layers)]
 
     def plan(self, strategy: Strategy | NearToFar) -> SteppedPlan:

@@ -16,12 +16,16 @@ A request meets seven files, in this order:
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
   plans. From here on it is the runtime's: `distca/runtime/serving`.
 
-The tokens that are chosen (`worker.py`, `sampling.py`) go back to the engine. `LLM` has an engine
-in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no plan: each worker
-makes it from what is fed, since nothing has to be sent then. With a small model and short prompts,
-plans take 1% of the CPU time, and scheduling 2% (benchmarks/results/serving/short_prompts.md). An
-iteration is scheduled when the one before has ended: its tokens are known then, and there is little
-to hide.
+The rank that owns the last token of a sequence chooses the next (`worker.py`, `sampling.py`), and
+all engines learn it. `LLM` has an engine in each process, and so has `PrefillRank`
+(`distca/prefill`). Engines compute no plan: each worker makes it from what is fed, since nothing
+has to be sent then. With a small model and short prompts, plans take 1% of the CPU time, and
+scheduling 2% (benchmarks/results/serving/short_prompts.md). An iteration is scheduled when the one
+before has ended: its tokens are known then, and there is little to hide.
+
+If a rank dies, the exchanges of the others fail, after `step_timeout` at the latest, and torchrun
+ends them all. What an abort or a death means for keys and values on their way to another engine is
+in `distca/schedule/serving/cdsp/handoff.py`.
 
 Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the plans
 (`LLM.bytes_planned`). Tests hold the two together.

@@ -22,10 +22,9 @@ from distca.inference.messages import (
     ScheduledRequest,
 )
 from distca.inference.sampling import TokenLogprobs
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.scheduled import BlockRanks, ScheduledTokens, SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
 

@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.cdsp import Chunk
 from distca.schedule.serving.cdsp.pieces import Piece, cut_at_blocks
 from distca.schedule.serving.cdsp.strategies import PREFILL_STRATEGIES, strategy_of
-from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.simulate.serving.growth import grow_blocks
 
 SIZE = 4

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.cost.model_sizes import MODELS
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import Mover, join_moves
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.request import Request
 from distca.schedule.serving.scheduler import Scheduler
 from distca.simulate import CLUSTERS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.prefix_cache import PrefixCache, digests, extend_digests
+from distca.schedule.serving.blocks import BlockPool, PrefixCache, extend_digests
 
 
 def test_without_the_cache_those_alone_find_blocks_that_wait_for_them() -> None:
@@ -48,10 +47,11 @@ def test_a_block_that_moves_is_found_where_it_is() -> None:
 def test_each_full_block_has_a_digest_of_all_that_is_before_its_end() -> None:
     tokens = [5, 5, 5, 5, 5, 5, 5, 5, 5, 7, 5, 5]
     for size in range(1, 6):
-        found = digests(tokens, size, b"model")
+        found = extend_digests([], tokens, size, b"model")
         assert len({*found}) == len(found) == len(tokens) // size
         for count in range(len(tokens)):
-            before = digests(tokens[:count], size, b"model")
+            before = extend_digests([], tokens[:count], size, b"model")
             assert before == found[: count // size]
             assert extend_digests(before, tokens, size, b"model") == found
-    assert not {*digests(tokens, 2, b"model")} & {*digests(tokens, 2, b"other")}
+    ours, theirs = (extend_digests([], tokens, 2, salt) for salt in (b"model", b"other"))
+    assert not {*ours} & {*theirs}

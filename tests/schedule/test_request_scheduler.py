@@ -16,11 +16,10 @@ from hypothesis.stateful import (
 )
 
 from distca.plan import Mask, validate_stepped_plan
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache, extend_digests
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.prefix_cache import Block, PrefixCache, digests
 from distca.schedule.serving.scheduled import SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
 
@@ -304,7 +303,8 @@ def test_a_second_turn_computes_its_new_tokens_alone() -> None:
         run(scheduler)
     assert scheduler.found == 0
     # A prompt of full blocks still has a token to compute.
-    assert digests([1] * 8, SIZE, b"a")[1] != digests([1] * 8, SIZE, b"b")[1]
+    of_a, of_b = (extend_digests([], [1] * 8, SIZE, salt) for salt in (b"a", b"b"))
+    assert of_a[1] != of_b[1]
 
 
 def test_the_least_recently_used_blocks_are_given_back_first() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import BlockPool, PrefixCache, extend_digests
 from distca.schedule.serving.cdsp import ImprovementRates, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.schedule.serving.prefix_cache import PrefixCache, extend_digests
 from distca.schedule.serving.scheduler import MOST_SCORED, Scheduler
 from support.scheduler_walks import ANY_GROUPS, SIZE, TIMES, Walk
 

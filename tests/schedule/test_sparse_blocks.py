@@ -7,12 +7,11 @@ import pytest
 
 from distca.cost.link import Links
 from distca.plan import Mask, validate_stepped_plan
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig, is_long
-from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.scheduler import Scheduler
 from support.engines import changed
 from support.token_engine import token_settings

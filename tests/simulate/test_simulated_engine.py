@@ -18,12 +18,12 @@ from distca.cost.volume import AttentionShape
 from distca.inference.models import read_model
 from distca.plan.saved import save_plan
 from distca.schedule.serving.batches import DecodeBatch
+from distca.schedule.serving.blocks import Block
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer
-from distca.schedule.serving.prefix_cache import Block
 from distca.schedule.serving.steps import step_plan
 from distca.simulate import CLUSTERS
 from distca.simulate.requests import DecodeTimes, FittedCosts, PlannedCosts, SimulatedEngine

@@ -6,12 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache
 from distca.schedule.serving.cdsp import Chunk, Coefficients, PrefillModel, PrefillPlan, Search
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.schedule.serving.prefix_cache import Block, PrefixCache
 from distca.schedule.serving.scheduled import SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
 
@@ -149,6 +148,8 @@ class Walk:
                     *tokens[: position + 1],
                 )
             end += feed.count
+            assert feed.start < end <= len(tokens)
+            assert feed.samples == (end == len(tokens))
             assert len(table) == -(-end // SIZE)
             for position in range(feed.start, end):
                 self.rows[table[position // SIZE], position % SIZE] = (*tokens[: position + 1],)

@@ -1,7 +1,7 @@
 """Plans of inference: which rank holds a sequence's keys and values, and who computes a step.
 
 * the scheduler: `scheduler.py`, with `request.py` a request, `limits.py` its bounds,
-  `prefix_cache.py` and `blocks.py` who owns a block, `block_owners.py` which rank gets a new one,
+  `blocks.py` who owns a block, and the prefix cache, `block_owners.py` which rank gets a new one,
   `moves.py` which blocks change ranks, `scheduled.py` what it decides;
 * the plans of an iteration: `iteration.py`, with `batches.py` its two parts, prefills and decodes,
   `layer_plans.py` a plan for each mask of the layers;
@@ -26,7 +26,6 @@ from distca.schedule.serving.selection import (
     Planned,
     Selector,
     SelectorName,
-    chosen_strategy,
 )
 from distca.schedule.serving.steps import (
     STRATEGIES,
@@ -49,7 +48,6 @@ __all__ = [
     "SelectorName",
     "Sharding",
     "Strategy",
-    "chosen_strategy",
     "held_after",
     "nobody_holds",
     "shard_evenly",

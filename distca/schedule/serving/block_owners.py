@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distca.schedule.serving.blocks import PrefixCache
 from distca.schedule.serving.growing_groups import remaining
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.request import Request
 
 

@@ -1,14 +1,25 @@
-"""Blocks of the ranks' pools of keys and values: which are free, and how often each is referenced.
+"""Blocks of the ranks' pools of keys and values: who owns one, and which hold a known prefix.
 
 A block is `block_size` rows of one rank's pool. The engine owns this accounting, and tells ranks
 which blocks they write to; they keep the rows. A block is given back when nothing references it any
 more, so that sequences can share full blocks.
+
+A block covers consecutive positions of a sequence, all on one rank, so a block that is found needs
+no new layout, whoever shared out the sequence that made it. It is found by a digest of all tokens
+up to its end and of the model, so that only keys and values of the same prefix are ever shared. The
+cache is one of a block's holders; blocks that it alone holds are given back, the least recently
+used first, where a rank has none free.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from distca.cost.volume import AttentionShape
 
@@ -66,10 +77,6 @@ class BlockPool:
         """Returns the number of references to a block."""
         return self._references[rank].get(block, 0)
 
-    def has(self, counts: Sequence[int]) -> bool:
-        """Returns whether every rank has as many free blocks as `counts` says for it."""
-        return all(count <= self.free(rank) for rank, count in enumerate(counts))
-
     def allocate(self, counts: Sequence[int]) -> Blocks:
         """Takes so many free blocks of each rank, with one reference each: of all ranks, or none.
 
@@ -113,3 +120,141 @@ class BlockPool:
             if not references[block]:
                 del references[block]
                 heapq.heappush(self._free[rank], block)
+
+
+class Block(NamedTuple):
+    """A block of a rank's pool."""
+
+    rank: int
+    number: int
+
+
+def extend_digests(
+    known: Sequence[bytes], tokens: Sequence[int], block_size: int, salt: bytes
+) -> list[bytes]:
+    """Returns a digest for each full block of a sequence: of all tokens up to the block's end.
+
+    Args:
+        known: digests that were made before the sequence grew.
+        tokens: token ids.
+        block_size: tokens of a block.
+        salt: what else keys and values depend on: the model.
+    """
+    found = list(known)
+    begin, end = len(found) * block_size, len(tokens) // block_size * block_size
+    data = np.array(tokens[begin:end], dtype=np.int64).tobytes()
+    size = block_size * np.dtype(np.int64).itemsize
+    for at in range(0, len(data), size):
+        before = found[-1] if found else salt
+        found.append(hashlib.sha256(before + data[at : at + size]).digest())
+    return found
+
+
+class PrefixCache:
+    """The blocks of all ranks' pools, of which full ones can be found again.
+
+    A block is free, or referenced by sequences, or cached: held by the cache alone.
+
+    Args:
+        pool: pool that nobody else takes blocks from.
+        enabled: whether blocks are kept for whoever comes; else for those alone that wait for them.
+
+    Attributes:
+        pool, enabled: see above.
+    """
+
+    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
+        self.pool, self.enabled = pool, enabled
+        self._by_digest: dict[bytes, Block] = {}
+        self._digests: dict[Block, bytes] = {}
+        # Blocks without another holder, by rank, the least recently used first.
+        self._idle: list[OrderedDict[Block, None]] = [OrderedDict() for _ in range(pool.world_size)]
+
+    def free(self, rank: int) -> int:
+        """Blocks of a rank that hold nothing."""
+        return self.pool.free(rank)
+
+    def cached(self, rank: int) -> int:
+        """Blocks of a rank that the cache alone holds."""
+        return len(self._idle[rank])
+
+    def referenced(self, rank: int) -> int:
+        """Blocks of a rank that sequences hold."""
+        return self.pool.referenced(rank) - self.cached(rank)
+
+    def available(self, rank: int) -> int:
+        """Blocks of a rank that `take` can give."""
+        return self.free(rank) + self.cached(rank)
+
+    def take(self, rank: int) -> Block:
+        """Takes a block, which must be `available`: a free one, or the least recently used."""
+        if not self.pool.free(rank):
+            self._forget(next(iter(self._idle[rank])))
+        return Block(rank, self.pool.take(rank))
+
+    def find(self, wanted: Iterable[bytes], waited: bool = False) -> list[Block]:
+        """Returns the blocks of the longest prefix that is kept, and makes the caller a holder.
+
+        Args:
+            wanted: digests of the prefix.
+            waited: whether blocks count that are kept for those alone that wait for them.
+        """
+        found: list[Block] = []
+        for digest in wanted if self.enabled or waited else ():
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            self.pool.share(block.rank, [block.number])
+            self._idle[block.rank].pop(block, None)
+            found.append(block)
+        return found
+
+    def keep(self, block: Block, digest: bytes, waited: bool = False) -> None:
+        """Keeps a full block that is computed, unless one with the same digest is kept already.
+
+        Args:
+            block: block.
+            digest: what it is found by.
+            waited: whether someone waits for it, so that it is kept in any case: see `let_go`.
+        """
+        wanted = self.enabled or waited
+        if wanted and digest not in self._by_digest and block not in self._digests:
+            self._by_digest[digest] = block
+            self._digests[block] = digest
+            self.pool.share(block.rank, [block.number])
+
+    def let_go(self, waited: Iterable[bytes]) -> None:
+        """Forgets blocks for which nobody waits any more, unless all are kept."""
+        for digest in () if self.enabled else waited:
+            if digest in self._by_digest:
+                self._forget(self._by_digest[digest])
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Ends the holding of a sequence's blocks, in its order: its last are given back first."""
+        for block in reversed(blocks):
+            self.pool.release(block.rank, [block.number])
+            if block in self._digests and self.pool.references(*block) == 1:
+                self._idle[block.rank][block] = None
+
+    def has_one_holder(self, block: Block) -> bool:
+        """Returns whether one sequence alone holds a block, beside the cache."""
+        return self.pool.references(*block) == 1 + (block in self._digests)
+
+    def relocate(self, block: Block, rank: int) -> Block:
+        """Replaces a block that one sequence holds by one of another rank, found as it was."""
+        to = self.take(rank)
+        if (digest := self._digests.get(block)) is not None:
+            self._forget(block)
+            self.keep(to, digest, waited=True)
+        self.pool.release(block.rank, [block.number])
+        return to
+
+    def reset(self) -> None:
+        """Forgets all blocks; those of sequences stay theirs."""
+        for block in list(self._digests):
+            self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        del self._by_digest[self._digests.pop(block)]
+        self._idle[block.rank].pop(block, None)
+        self.pool.release(block.rank, [block.number])

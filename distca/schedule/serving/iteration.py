@@ -129,7 +129,7 @@ def _plan_prefill(
         # Nothing travels: short requests do not wait for a choice.
         strategy = "pass-kv"
     dense = np.array([part.dense for part in parts])
-    plans = plan_layers(lambda _: held, new, masks, strategy, dense, head_groups)
+    plans = plan_layers(held, new, masks, strategy, dense, head_groups)
     starts = np.array([part.start for part in parts], dtype=np.int64)
     before = rows_on_ranks(parts, starts, block_size, world_size)
     return PrefillBatch(tuple(part.sequence for part in parts), plans, new, before)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Bools
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.selection import Selector, chosen_strategy
+from distca.schedule.serving.selection import Selector
 from distca.schedule.serving.steps import Strategy, step_plan
 
 PrefillStrategy = Strategy | Selector | NearToFar
@@ -35,7 +35,7 @@ class LayerPlans:
 
 
 def plan_layers(
-    held: Callable[[Mask], Placement],
+    held: Placement,
     new: Placement,
     masks: Sequence[Mask],
     strategy: PrefillStrategy,
@@ -45,8 +45,7 @@ def plan_layers(
     """Plans the layers of a prefill.
 
     Args:
-        held: tells who holds the keys and values of earlier tokens, if no query sees more of them
-            than under a mask.
+        held: who holds the keys and values of earlier tokens.
         new: owners of the new tokens.
         masks: masks of the model's layers.
         strategy: what travels.
@@ -54,14 +53,16 @@ def plan_layers(
         head_groups: groups that heads are scattered in, if they are.
     """
     if isinstance(strategy, NearToFar):
-        plans = {mask: strategy.plan(held(mask), new, mask) for mask in masks}
+        plans = {mask: strategy.plan(held, new, mask) for mask in masks}
         full = plans.get(_FULL)
         sparse = {} if full is None else strategy.sparse_plans(full, dense)
         return LayerPlans(plans, sparse)
 
     def planned(strategy: Strategy, mask: Mask = _FULL) -> SteppedPlan:
-        return step_plan(held(mask), new, strategy, mask, in_steps=True, head_groups=head_groups)
+        return step_plan(held, new, strategy, mask, in_steps=True, head_groups=head_groups)
 
     # Under a window little travels, whatever the strategy: layers without one decide.
-    chosen = chosen_strategy(strategy, held(_FULL), new, planned)
+    chosen = strategy
+    if not isinstance(chosen, str):
+        chosen = chosen.choose(held, new, planned)
     return LayerPlans({mask: planned(chosen, mask) for mask in masks})

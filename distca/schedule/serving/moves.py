@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from distca.schedule.serving.prefix_cache import Block, PrefixCache
+from distca.schedule.serving.blocks import Block, PrefixCache
 
 
 @dataclass(frozen=True)

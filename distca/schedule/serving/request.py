@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.schedule.serving.blocks import Block
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.prefix_cache import Block
 
 FinishReason = Literal["stop", "length"]
 """Why an answer has ended: by a token that ends answers, or by its length."""

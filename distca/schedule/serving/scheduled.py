@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distca.schedule.serving.blocks import Block
 from distca.schedule.serving.moves import BlockTransfer
-from distca.schedule.serving.prefix_cache import Block
 from distca.schedule.serving.request import FinishReason
 
 

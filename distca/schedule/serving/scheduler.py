@@ -23,12 +23,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from distca.schedule.serving.block_owners import BlockOwners
+from distca.schedule.serving.blocks import PrefixCache, extend_digests
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.growing_groups import GroupGiver, grown, remaining
 from distca.schedule.serving.limits import SchedulerConfig, is_long
 from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.prefix_cache import PrefixCache, extend_digests
 from distca.schedule.serving.request import Request, SharedPrompt
 from distca.schedule.serving.scheduled import ScheduledTokens, SchedulerOutput, TokenUpdate
 

@@ -42,18 +42,6 @@ class Selector(Protocol):
         ...
 
 
-def chosen_strategy(
-    choice: Strategy | Selector, held: Placement, new: Placement, planned: Planned
-) -> Strategy:
-    """Returns the strategy of a prefill: one that is given, or that a selector chooses.
-
-    Args:
-        choice: a strategy, or a selector.
-        held, new, planned: see `Selector.choose`.
-    """
-    return choice if isinstance(choice, str) else choice.choose(held, new, planned)
-
-
 @dataclass(frozen=True)
 class PaperRule:
     """The paper's rules, whose terms are ratios of message sizes and rates.

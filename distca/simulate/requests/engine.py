@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.iteration import BatchEntry
 from distca.schedule.serving.limits import SchedulerConfig, is_long
 from distca.schedule.serving.moves import BlockTransfer
-from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.scheduled import BlockRanks, SchedulerOutput, TokenUpdate
 from distca.schedule.serving.scheduler import Scheduler
 from distca.simulate.requests.costs import IterationCosts

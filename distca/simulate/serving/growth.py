@@ -12,12 +12,11 @@ import numpy as np
 
 from distca.cost.volume import Messages
 from distca.schedule.serving.block_owners import BlockOwners
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache
 from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer, Mover
-from distca.schedule.serving.prefix_cache import Block, PrefixCache
 from distca.schedule.serving.request import Request
 from distca.schedule.serving.steps import Strategy
 from distca.simulate.outcome import Outcome

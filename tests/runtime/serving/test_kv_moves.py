@@ -19,9 +19,8 @@ def move_on_a_rank() -> tuple[int, int, int]:
 
     from distca.runtime.serving.kv_moves import PHASE, BlockMove, KvMoves
     from distca.runtime.serving.kv_pool import KVCache
-    from distca.schedule.serving.blocks import BlockPool
+    from distca.schedule.serving.blocks import BlockPool, PrefixCache
     from distca.schedule.serving.cdsp.pieces import Piece
-    from distca.schedule.serving.prefix_cache import PrefixCache
     from distca.simulate.serving.growth import grow_blocks
     from distca.transport import CollectiveTransport
 
