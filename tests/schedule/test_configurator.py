@@ -12,7 +12,7 @@ import pytest
 
 from distca.cost.link import Links
 from distca.plan.span import Floats
-from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps import Levels, Sparsity, configure
 from distca.schedule.serving.csps.calibration_file import (
     CalibrationFile,
     MeasuredOn,
@@ -223,3 +223,11 @@ def test_calibrations_are_read_back(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="is no calibration"):
             load_calibration(path)
+
+
+def test_parts_of_a_bound_are_rounded_up() -> None:
+    """What is free uses none of it, whatever the bound, and what is above it more than all."""
+    bins, values = configure._BINS, np.array([0.0, 1e-6, 1.0, 2.0, 5.0])
+    assert configure._parts(values, 0.0).tolist() == [0, *[bins + 1] * 4]
+    assert configure._parts(values, 1.0).tolist() == [0, 1, bins, 2 * bins, 2 * bins]
+    assert configure._parts(values, 2.0).tolist() == [0, 1, bins // 2, bins, 2 * bins]
