@@ -158,6 +158,7 @@ def _run(part: Part, attention: Sequence[CoreAttention], rows: Rows) -> tuple[Fl
             own.times,
             buffers.workspaces[0],
             buffers.scratch,
+            buffers.rows,
             keeps_inputs=False,
         )
         cursor = EventCursor(buffers.place([build_exchange(part.plan, rank)]))

@@ -28,7 +28,7 @@ from support.exchanges import CHANNELS, sizes_of
 from support.virtual_ranks import VirtualRanks
 
 
-def seconds(work: Callable[[], None], rounds: int) -> float:
+def seconds(work: Callable[[], object], rounds: int) -> float:
     """The median time of some work on the current stream, without the time that launching takes.
 
     Raises:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distca.attention.fused import RowJob, RowMemory, load_fused_kernels
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
 from distca.attention.paged import PagedKeys
 
@@ -75,9 +76,19 @@ class _Offsets:
 
 def _write(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
     """Copies tensors to where they belong, unless they are there already."""
-    for tensor, target in zip(found, into, strict=True):
-        if target.data_ptr() != tensor.data_ptr():
-            target.copy_(tensor)
+    pairs = [
+        (tensor, target)
+        for tensor, target in zip(found, into, strict=True)
+        if target.data_ptr() != tensor.data_ptr()
+    ]
+    kernels = load_fused_kernels(found[0].device.type)
+    if kernels is not None:
+        kernels.make_rows(
+            [RowJob(RowMemory(each), RowMemory(target), each.shape[0]) for each, target in pairs]
+        )
+        return
+    for tensor, target in pairs:
+        target.copy_(tensor)
 
 
 def _is_empty(q_THD: torch.Tensor, k_THD: torch.Tensor) -> bool:
@@ -139,12 +150,16 @@ class _FlashKernel(ABC):
     ) -> Outputs:
         out, lse_TH = into
         found, lse_HT = self._call_forward(q, k, v, out, placed)
-        if out is not None:
-            _write([found], [out])
+        out = found if out is None else out
+        kernels = load_fused_kernels(q.device.type)
+        if kernels is not None:
+            kernels.finish_outputs(found, lse_HT, out, lse_TH)
+            return out, lse_TH
+        _write([found], [out])
         lse_TH.copy_(lse_HT.transpose(0, 1))
         # FlashAttention 2 gives plus infinity to a row that sees no key.
         lse_TH.masked_fill_(lse_TH == float("inf"), float("-inf"))
-        return found if out is None else out, lse_TH
+        return out, lse_TH
 
     def backward(
         self,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from distca.cost.memory import INDEX_BYTES, CoreAttentionMemory, aligned, merge_bytes
+from distca.cost.memory import (
+    INDEX_BYTES,
+    MOST_INDICES,
+    CoreAttentionMemory,
+    aligned,
+    merge_bytes,
+)
 from distca.cost.volume import AttentionShape
 
 
@@ -24,9 +30,10 @@ def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> Cor
     # Partial outputs of the kernels, those that come back, and the merged ones.
     parts = 2 * sequences + sent
     members = np.array(sequences * world_size)
-    # Of the queries that a kernel takes, at most half are gathered apart, and overwrite others.
+    # Of the queries that a kernel takes, at most half are gathered apart, and overwrite others. All
+    # have one more index, for kernels that take both memories at once.
     taken = aligned(sequences * q_row) + aligned(sequences // 2 * q_row)
-    indices = 3 * sent + 2 * sequences + 3 * sequences + parts + 3 * int(members) + sequences
+    indices = 3 * sent + 2 * sequences + 4 * sequences + parts + 3 * int(members) + sequences
     return CoreAttentionMemory(
         dispatch_send=sent * q_row,
         dispatch_receive=sequences * q_row,
@@ -34,5 +41,5 @@ def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> Cor
         combine_receive=sent * result_row,
         slot=int(aligned(sequences * q_row) + aligned(parts * result_row)),
         scratch=int(max(taken, merge_bytes(members, shape))),
-        indices=int(aligned(indices * INDEX_BYTES)),
+        indices=int(aligned((indices + MOST_INDICES) * INDEX_BYTES)),
     )

@@ -26,6 +26,9 @@ ALIGNMENT = 256
 
 FLOAT32_BYTES, INDEX_BYTES = 4, 8
 
+MOST_INDICES = 48
+"""Most tensors of row indices that a rank's part of a plan has. Each may be filled up by a row."""
+
 HEADROOM = 0.25
 """Share that the runtime reserves on top of what plans need, so that buffers rarely grow again."""
 
@@ -173,9 +176,9 @@ def _indices(q: RankRows, kv: RankRows, expands: bool) -> Int64s:
     """Returns the bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
 
     A row that moves has two in messages, and on the rank that sends it one among the local rows. A
-    kernel call has one for each row that it gathers, and so have sums; each row that is made of
-    parts tells which are its first, and which output is its own. Gradients of latents have sums
-    apart from those of keys and values.
+    kernel call has one or more for each row that it gathers, and sums have one; each row that is
+    made of parts tells which are its first, and which output is its own. Gradients of latents have
+    sums apart from those of keys and values.
     """
     rows = np.zeros_like(q.local)
     for each in (q, kv):
@@ -189,7 +192,7 @@ def _indices(q: RankRows, kv: RankRows, expands: bool) -> Int64s:
     rows = rows + expands * np.where(kv.sent > 0, kv.sent + kv.local, 0)
     for merged in (q.of_received, q.of_local):
         rows = rows + 3 * merged.members + merged.shared
-    return aligned(rows * INDEX_BYTES)  # type: ignore[no-any-return]
+    return aligned((rows + MOST_INDICES) * INDEX_BYTES)  # type: ignore[no-any-return]
 
 
 def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:

@@ -69,10 +69,10 @@ class CallRowCounts:
 
     @property
     def indices(self) -> Int64s:
-        """Indices by which rows are gathered."""
+        """Indices by which rows are gathered, from both memories apart and from both at once."""
         both = (self.received > 0) & (self.received < self.rows)
-        in_pieces = both & copied_in_pieces(self.pieces, self.rows)
-        return np.where(in_pieces, 0, self.taken) + 2 * self.overwritten
+        apart = both & ~copied_in_pieces(self.pieces, self.rows)
+        return self.taken * (1 + apart) + 2 * self.overwritten
 
 
 @dataclass(frozen=True)

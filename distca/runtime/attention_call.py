@@ -10,7 +10,6 @@ import torch
 
 from distca.attention import Kernel
 from distca.attention.kernel import Gradients, Outputs
-from distca.attention.merge import sum_parts
 from distca.attention.sink import sink_gradient, with_sink
 from distca.runtime.attention_times import AttentionTimes
 from distca.runtime.event_cursor import EventCursor
@@ -20,12 +19,12 @@ from distca.runtime.messages import PackedRows, QAndKV, RowFormat, RowTypes, row
 from distca.runtime.row_comm import (
     DispatchedRows,
     PendingRows,
-    RecvRows,
-    RowWriter,
-    ServedRows,
     start_combine,
     start_dispatch,
 )
+from distca.runtime.row_kernels import RecvRows, RowKernels
+from distca.runtime.row_sources import NO_ROWS, RowSource, SummedRows, WrittenRows
+from distca.runtime.served_rows import ServedRows
 from distca.runtime.server_kernels import (
     compute_gradients,
     compute_outputs,
@@ -50,6 +49,7 @@ class CallResources:
         times: times of kernels and waits.
         workspace: memory for what the call keeps between its steps.
         scratch: memory for the temporaries of one step.
+        rows: what moves rows on this device, and makes them of their parts.
         keeps_inputs: whether servers keep the kernels' inputs for the backward pass; otherwise
             their owners send them again.
     """
@@ -60,6 +60,7 @@ class CallResources:
     times: AttentionTimes
     workspace: Workspace
     scratch: Workspace
+    rows: RowKernels
     keeps_inputs: bool
 
 
@@ -171,12 +172,13 @@ class AttentionCall:
             self.nano_batch,
             self._exchange,
             QAndKV(of_q, of_kv),
+            resources.rows,
             self._scratch,
             expanded,
         )
 
     def _start_combine(
-        self, phase: str, types: RowTypes, writers: Sequence[RowWriter], targets: Sequence[RecvRows]
+        self, phase: str, types: RowTypes, sources: Sequence[RowSource], targets: Sequence[RecvRows]
     ) -> None:
         assert self._exchange is not None
         resources = self._resources
@@ -186,8 +188,9 @@ class AttentionCall:
             self.nano_batch,
             self._exchange,
             types,
-            writers,
+            sources,
             targets,
+            resources.rows,
             self._scratch,
         )
 
@@ -211,16 +214,24 @@ class AttentionCall:
             parts = PackedRows.take(self._workspace, RowFormat.of(types), exchange.output_rows)
         with self._span("core attention", "kernels"):
             found = compute_outputs(
-                self._resources.kernel, exchange, q, kv, self._scale, parts, self._scratch
+                self._resources.kernel,
+                exchange,
+                q,
+                kv,
+                self._scale,
+                parts,
+                self._resources.rows,
+                self._scratch,
             )
         self._parts = found if parts is None else parts
         with self._span("combine", "exchange"):
-            writer, returned = _NOTHING, None
+            source: RowSource = NO_ROWS
+            returned = None
             if parts is not None:
-                writer = received_outputs(exchange, parts, self._scratch)
+                source = received_outputs(exchange, parts)
                 sent = exchange.q.parts + exchange.q.sent
                 returned = parts.words[exchange.q.parts : sent]
-            self._start_combine("combine", (types, ()), (writer, _NOTHING), (returned, None))
+            self._start_combine("combine", (types, ()), (source, NO_ROWS), (returned, None))
         self._served = None
 
     def _expand(self, kv: ServedRows) -> None:
@@ -242,7 +253,8 @@ class AttentionCall:
         with self._wait_span("wait for combine"):
             self._sent.wait()
         if isinstance(self._parts, PackedRows):
-            out, lse = local_outputs(self._exchange, self._parts, self._scratch)
+            source = local_outputs(self._exchange, self._parts)
+            out, lse = self._resources.rows.merge(source, self._scratch)
         else:
             out, lse = self._parts
         if sink is not None:
@@ -346,22 +358,24 @@ class AttentionCall:
                 kv,
                 self._scale,
                 self._gradients,
+                self._resources.rows,
                 self._scratch,
             )
         self._kept = self._served = None
         with self._scratch.borrowed():
             of_latents = self._latent_gradients(kv)
             with self._span("combine backward", "exchange"):
+                source: RowSource
                 if not self._travelling:
-                    types, writer = row_types([dk, dv]), received_gradients(exchange.kv, [dk, dv])
+                    types, source = row_types([dk, dv]), received_gradients(exchange.kv, [dk, dv])
                     target: RecvRows = [each[exchange.kv.parts :] for each in (dk, dv)]
                 else:
                     types, target = row_types(self._travelling), self._returned
-                    writer = _NOTHING if of_latents is None else RowWriter(of_latents.write)
+                    source = NO_ROWS if of_latents is None else WrittenRows(of_latents.write)
                 self._start_combine(
                     "combine_backward",
                     (row_types([dq]), types),
-                    (received_gradients(exchange.q, [dq]), writer),
+                    (received_gradients(exchange.q, [dq]), source),
                     ([dq[exchange.q.parts :]], target),
                 )
             # Computed while the gradients are under way.
@@ -386,16 +400,18 @@ class AttentionCall:
         assert self._exchange is not None
         with self._wait_span("wait for combine backward"):
             self._sent.wait()
-        rows = self._exchange.q, self._exchange.kv, self._exchange.kv
-        gradients = tuple(map(local_gradients, rows, self._gradients))
-        if (sums := self._exchange.kv.returned_sums) is not None:
-            latent, shared = (sum_parts(each, sums) for each in self._returned)
+        of_q, of_kv = self._exchange.q, self._exchange.kv
+        pairs = list(zip((of_q, of_kv, of_kv), self._gradients, strict=True))
+        # What this server computes alone is the result.
+        sources = [local_gradients(*pair) for pair in pairs if not pair[0].computed_alone]
+        if (sums := of_kv.returned_sums) is not None:
+            sources.append(SummedRows(self._returned, sums))
+        made = iter(self._resources.rows.sum(sources))
+        gradients = tuple(parts if rows.computed_alone else next(made) for rows, parts in pairs)
+        if sums is not None:
+            latent, shared = made
             # The gradients of all heads are summed later, so the first head may carry it.
             gradients[1][:, 0, -shared.shape[1] :] += shared
             gradients = *gradients, latent
         self._sent, self._gradients, self._returned = None, None, ()
         return gradients
-
-
-_NOTHING = RowWriter(lambda into, rows: None)
-"""Writes the rows of a kind that has none."""

@@ -9,10 +9,15 @@ import torch
 
 from distca.cost.memory import HEADROOM, CoreAttentionMemory
 from distca.runtime.exchange import Exchange
+from distca.runtime.row_choice import select_row_kernels
+from distca.runtime.row_kernels import RowKernels
 from distca.runtime.workspace import Workspace
 from distca.transport import DIRECTIONS, Channel, ChannelBytes, Transport
 
 logger = logging.getLogger(__name__)
+
+_PADDING = torch.zeros(1, dtype=torch.int64)
+"""Fills up row indices of an odd number of rows."""
 
 
 class Buffers:
@@ -25,11 +30,13 @@ class Buffers:
         device: device of the rows.
         nano_batches: nano-batches, or plans of unlike layers, that are placed together.
         headroom: share by which buffers grow beyond what plans need, so that they rarely grow.
+        rows: what moves rows in the buffers; None: the fastest that the device has.
 
     Attributes:
         workspaces: memory for what a call keeps between its steps, by slot.
         scratch: memory for the temporaries of one step.
         indices: memory for the row indices of the exchanges that run.
+        rows: what moves rows in the buffers, and makes them of their parts.
         room: sizes now, in bytes.
     """
 
@@ -38,7 +45,9 @@ class Buffers:
         device: torch.device,
         nano_batches: int = 1,
         headroom: float = HEADROOM,
+        rows: RowKernels | None = None,
     ) -> None:
+        self.rows = rows or select_row_kernels(device.type)
         self.workspaces = [Workspace(device) for _ in range(nano_batches)]
         self.scratch = Workspace(device)
         self.indices = Workspace(device)
@@ -74,17 +83,18 @@ class Buffers:
             return index
 
         exchange.map_indices(collect)
-        lengths = [len(index) for index in indices]
-        place = self.indices.take((sum(lengths),), torch.int64)
+        # Each begins at a multiple of 16 bytes, as fused kernels are compiled for.
+        padded = [each for index in indices for each in (index, _PADDING[: len(index) % 2])]
+        place = self.indices.take((sum(map(len, padded)),), torch.int64)
         if place.is_cuda:
             # A single copy, from pinned memory so that the CPU does not wait for it.
-            place.copy_(torch.cat(indices).pin_memory(), non_blocking=True)
+            place.copy_(torch.cat(padded).pin_memory(), non_blocking=True)
         elif len(place):
-            torch.cat(indices, out=place)
+            torch.cat(padded, out=place)
         else:
             # No row travels or is gathered, as in decodes of one rank.
             return exchange
-        places = iter(torch.split(place, lengths))
+        places = iter(torch.split(place, [len(each) for each in padded])[::2])
         return exchange.map_indices(lambda _: next(places))
 
     def reserve(self, needed: CoreAttentionMemory, transport: Transport) -> None:

@@ -146,6 +146,7 @@ class CoreAttention:
             self.times,
             self.buffers.workspaces[nano_batch],
             self.buffers.scratch,
+            self.buffers.rows,
             keeps_inputs=self.backward == "keep",
         )
         return AttentionCall(resources, cursor, nano_batch, layer, softmax_scale, labels)

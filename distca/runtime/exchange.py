@@ -65,9 +65,12 @@ class Pieces:
 
     Attributes:
         pieces: the pieces.
+        served: numbers of all rows among the served rows, int64 `[n]`, for kernels that take both
+            memories at once.
     """
 
     pieces: tuple[Piece, ...]
+    served: torch.Tensor
 
     @property
     def total(self) -> int:
@@ -83,11 +86,14 @@ class GatherBoth:
         most: rows of the memory that holds most of them; any row stands in for each other one.
         others: rows of the other memory, which take the places of those.
         places: numbers of the others among all rows, int64.
+        served: numbers of all rows among the served rows, int64 `[n]`, for kernels that take both
+            memories at once.
     """
 
     most: Gather
     others: Gather
     places: torch.Tensor
+    served: torch.Tensor
 
 
 CallRows = Piece | Gather | Pieces | GatherBoth
@@ -421,13 +427,15 @@ def find_call_rows(served: Int64s, local: int) -> CallRows:
     if received.all() or not received.any():
         return Gather(bool(received[0]), torch.from_numpy(at))
     if copied_in_pieces(np.array(len(edges) - 1), np.array(total)):
-        return Pieces(tuple(_piece(at, received, *span) for span in pairwise(edges)))
+        pieces = tuple(_piece(at, received, *span) for span in pairwise(edges))
+        return Pieces(pieces, torch.from_numpy(served))
     mostly = bool(2 * received.sum() > total)
     others = np.flatnonzero(received != mostly)
     return GatherBoth(
         Gather(mostly, torch.from_numpy(np.where(received == mostly, at, 0))),
         Gather(not mostly, torch.from_numpy(at[others])),
         torch.from_numpy(others),
+        torch.from_numpy(served),
     )
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from distca.attention.fused.jobs import Before, RowMemory
 from distca.cost.volume import in_pieces, padded
 from distca.plan.span import Int64s
 from distca.runtime.workspace import Workspace, contiguous_strides
@@ -26,6 +27,11 @@ from distca.transport import MessageSizes
 
 WORD = torch.complex128
 """Type by which rows are copied, the widest: a thread of a GPU copies one word."""
+
+
+def as_numbers(words: torch.Tensor) -> torch.Tensor:
+    """Views words `[rows, words]` as float64 `[rows, words, 2]`, which kernels can copy."""
+    return torch.view_as_real(words)
 
 
 class QAndKV(NamedTuple):
@@ -201,6 +207,24 @@ class KindLayout:
         for rows, at in self.pieces:
             size = rows.stop - rows.start, self.format.words
             yield rows, messages.as_strided(size, strides, begin + at)
+
+    def memories(self, messages: torch.Tensor) -> list[RowMemory]:
+        """Memory of each tensor's rows in messages, for fused kernels."""
+        return [self._among(each) for each in self.format.tensors(self._rows(messages))]
+
+    def memory(self, messages: torch.Tensor) -> RowMemory:
+        """Memory of whole rows in messages, as numbers, for fused kernels."""
+        return self._among(as_numbers(self._rows(messages)))
+
+    def _rows(self, messages: torch.Tensor) -> torch.Tensor:
+        """Rows as they would lie without those of the other kind, `[rows, words]`."""
+        return messages.as_strided((self.rows, self.format.words), (max(self.strides[0], 1), 1))
+
+    def _among(self, rows: torch.Tensor) -> RowMemory:
+        if self.place is None:
+            return RowMemory(rows)
+        stride = self.strides[1] * WORD.itemsize // rows.itemsize
+        return RowMemory(rows, Before(self.place[1], stride))
 
     def put(self, messages: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes packed rows, where there are rows of the other kind, too."""

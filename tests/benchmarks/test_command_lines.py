@@ -27,6 +27,7 @@ MISTAKES = [
     ("kernels.attention", "--output OUT --shards 8 -1", "--shards -1: give at least 1"),
     ("kernels.layer", "--output OUT --servers 0", "--servers 0: give at least 1"),
     ("kernels.device_copy", "--rounds 0", "--rounds 0: give at least 1"),
+    ("kernels.fused_rows", "--tokens 0", "--tokens 0: give at least 1"),
     ("serving.cdsp_capacity", "--output OUT --seeds -1", "--seeds -1: give at least 0"),
     ("training.more_ranks", "--output OUT --tolerances -1", "--tolerances -1.0: give at least 0"),
     ("training.throughput", "--schedulers tiles --rounds 0", "--rounds 0: give at least 1"),

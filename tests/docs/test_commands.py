@@ -96,6 +96,7 @@ NOT_RUN = {
     r"launch/local\.sh (?!--dry-run).*": "needs GPUs that hold a model of 8B",
     r"pytest tests/.*|compute-sanitizer .*": "needs a GPU",
     r"(CUDA_MODULE_LOADING=EAGER )?python benchmarks/kernels/device_copy\.py": "needs a GPU",
+    r"python benchmarks/kernels/fused_rows\.py": "needs a GPU",
     r"python benchmarks/kernels/(attention|layer)\.py --device cuda .*": "needs a GPU",
     r"python -m megatron_patches\.llama .*": "needs a model; test_llama.py has some",
     r"distca generate .*": "needs a model; test_generate.py has a small one",

@@ -44,11 +44,12 @@ def test_what_is_copied_is_counted() -> None:
         found, overwritten, indices = find_call_rows(rows, local), 0, 0
         if isinstance(found, GatherBoth):
             overwritten = len(found.places)
-            indices = len(found.most.rows) + len(found.others.rows) + overwritten
+            indices = 2 * len(found.most.rows) + len(found.others.rows) + overwritten
         elif isinstance(found, Gather):
             indices = len(found.rows)
         elif isinstance(found, Pieces):
             assert len(found.pieces) == pieces <= cost_rows.MOST_PIECES
+            indices = len(found.served)
         assert counted.overwritten.tolist() == [overwritten]
         assert counted.indices.tolist() == [indices]
         assert counted.taken.tolist() == [0 if isinstance(found, Piece) else len(rows)]
@@ -59,5 +60,6 @@ def test_long_pieces_need_no_index() -> None:
     assert find_call_rows(np.arange(10, 90), 100) == Piece(False, slice(10, 90))
     assert find_call_rows(np.arange(100, 190), 100) == Piece(True, slice(0, 90))
     across = find_call_rows(np.arange(2000), 1000)
-    assert across == Pieces((Piece(False, slice(0, 1000)), Piece(True, slice(0, 1000))))
+    assert isinstance(across, Pieces)
+    assert across.pieces == (Piece(False, slice(0, 1000)), Piece(True, slice(0, 1000)))
     assert find_call_rows(np.arange(0), 5) == Piece(False, slice(0, 0))

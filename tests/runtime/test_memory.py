@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from distca.attention import select_kernel
 from distca.cost.kernel_memory import kernel_memory
-from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.memory import MOST_INDICES, CoreAttentionMemory, aligned, plan_memory
 from distca.cost.rows import rank_rows
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
@@ -247,10 +247,12 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     # Its call's rows lie in two pieces, too short to be copied as such: those that arrived are
     # gathered apart, and overwrite others.
     assert memory.scratch == (384 + 128) * (3 * 256 + 16) + (512 + 256) * 256
-    # Received rows have two indices each; taken ones have one, and two if they overwrite others.
-    # Sums have each row of the call and one for each of its own; so have outputs.
-    taken = 384 + 2 * 128 + 512 + 2 * 256
-    assert memory.indices == 8 * (2 * 384 + taken + 2 * (384 + 512) + 384)
+    # Received rows have two indices each; taken ones have two, by memory and for both at once, and
+    # two more if they overwrite others. Sums have each row of the call and one for each of its own;
+    # so have outputs.
+    taken = 2 * 384 + 2 * 128 + 2 * 512 + 2 * 256
+    rows = 2 * 384 + taken + 2 * (384 + 512) + 384
+    assert memory.indices == aligned(8 * (rows + MOST_INDICES))
     kept = plan_memory(plan, AttentionShape(2, 1, 64, 2), "keep")
     assert kept.dispatch_send == max(inputs, 128 * (512 + 16))
     # Kernels: gradients; a float32 sum and twice 16 bytes for each query, with 128 more for a task;

@@ -7,7 +7,7 @@ import torch
 
 from distca.runtime.exchange import CallRows
 from distca.runtime.messages import WORD, PackedRows, RowFormat, row_types
-from distca.runtime.row_comm import ServedRows
+from distca.runtime.served_rows import ServedRows
 from distca.runtime.workspace import Workspace
 
 
@@ -15,7 +15,7 @@ def numbered_rows(local: int, received: int) -> ServedRows:
     """Rows of two tensors that hold the numbers of served rows, and those times -1."""
     numbers = torch.arange(local + received)
     tensors = [numbers.view(-1, 1).expand(-1, 6).float(), -numbers.view(-1, 1, 1).double()]
-    own = [each[:local].contiguous() for each in tensors]
+    own = [each[:local].clone() for each in tensors]
     if not received:
         return ServedRows(own, None)
     row = RowFormat.of(row_types(own))

@@ -51,10 +51,11 @@ def install() -> None:
     torch.Tensor.record_stream = _record_stream  # type: ignore[assignment]
     torch.accelerator.current_stream = current_stream
     torch.accelerator.synchronize = synchronize
-    from support.simgpu import kernels, lacking, nccl
+    from support.simgpu import fused, kernels, lacking, nccl
 
     lacking.install(native)
     kernels.install(native)
+    fused.install(native)
     nccl.install(native)
 
 

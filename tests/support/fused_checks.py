@@ -1,0 +1,415 @@
+"""What fused kernels compute, by Triton's interpreter, as functions for a process of their own.
+
+The interpreter is chosen by `TRITON_INTERPRET=1` before triton is imported. Every launch is done by
+the simulated GPUs' stand-ins, too, on copies, and must write the same bytes but for roundings.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distca.attention import select_kernel_of_heads
+from distca.attention.fused import FusedKernels, RowJob, RowMemory, triton_kernels
+from distca.attention.merge import Sums, lse_merge, merge_shared, sum_parts, sums_by_row
+from distca.cost import rows as cost_rows
+from distca.cost.memory import plan_memory
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Plan
+from distca.runtime import Buffers, CoreAttention, EventCursor, SentLatents, build_exchange
+from distca.runtime.exchange import find_call_rows
+from distca.runtime.fused_rows import FusedRowKernels
+from distca.runtime.messages import WORD, PackedRows, QAndKV, message_layout, peer_rows
+from distca.runtime.row_kernels import RowKernels
+from distca.runtime.row_sources import MergedRows, SummedRows, WrittenRows
+from distca.runtime.torch_rows import TorchRowKernels
+from distca.runtime.workspace import Workspace
+from distca.transport.virtual import VirtualTransport
+from support.random_plans import random_lengths, random_plan
+from support.served_rows import numbered_rows
+from support.simgpu.fused import stand_ins
+
+CPU = torch.device("cpu")
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class _Both:
+    """Launches a kernel, and its stand-in on copies of all memory; both must write the same."""
+
+    def __init__(self, kernel: Any, stand_in: Any) -> None:
+        self._kernel, self._stand_in, self.launches = kernel, stand_in, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            memory: dict[int, torch.UntypedStorage] = {}
+
+            def copied(value: Any) -> Any:
+                if isinstance(value, tuple):
+                    return tuple(map(copied, value))
+                if not isinstance(value, torch.Tensor):
+                    return value
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in memory:
+                    memory[storage.data_ptr()] = storage.clone()
+                    kept.append(storage)
+                other = torch.empty(0, dtype=value.dtype)
+                place = value.storage_offset(), value.shape, value.stride()
+                return other.set_(memory[storage.data_ptr()], *place)
+
+            kept: list[torch.UntypedStorage] = []
+            copies = copied(arguments)
+            self._stand_in[grid](*copies)
+            self._kernel[grid](*arguments)
+            self.launches += 1
+            _assert_same(arguments, copies)
+
+        return call
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    if isinstance(found, tuple):
+        for pair in zip(found, expected, strict=True):
+            _assert_same(*pair)
+    elif isinstance(found, torch.Tensor):
+        rounding = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(found.dtype, 1e-5)
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-6, equal_nan=True)
+
+
+def fused() -> FusedKernels:
+    """The fused kernels, as the interpreter runs them."""
+    stands = stand_ins(lambda name, reads, writes, call: call(*reads, *writes), lambda each: each)
+    names = ("make_rows", "merge_rows", "finish_outputs")
+    both = {name: _Both(getattr(triton_kernels, name), getattr(stands, name)) for name in names}
+    return FusedKernels(type("Kernels", (), both))
+
+
+def _rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+WIDTHS = 1, 3, 24, 100, 2050
+"""The last is wider than what a program handles at a time."""
+
+
+@check
+def rows_are_copied_as_they_are() -> None:
+    """With an index and without, from rows that lie apart, several tensors at once."""
+    kernels, index = fused(), torch.tensor([2, 0, 0])
+    for dtype in DTYPES:
+        jobs, expected = [], []
+        for width in WIDTHS:
+            # Those of 100 elements take two programs.
+            total = 21 if width == 100 else 3
+            source = _rows(total, width + 5, dtype=dtype)[:, :width]
+            for sums, rows in ((None, total), (Sums(index, None), 3), (None, 0)):
+                into = torch.full((rows + 1, width), 7.0, dtype=dtype)
+                jobs.append(RowJob(RowMemory(source), RowMemory(into), rows, sums))
+                expected.append((source if sums is None else source[index])[:rows])
+        kernels.make_rows(jobs)
+        for job, wanted in zip(jobs, expected, strict=True):
+            assert torch.equal(job.into.rows[: job.rows], wanted)
+            assert (job.into.rows[job.rows :] == 7).all(), "written beyond the end"
+    assert kernels._kernels.make_rows.launches == len(DTYPES)
+
+
+@check
+def nothing_is_launched_for_no_rows() -> None:
+    kernels = fused()
+    empty = RowMemory(torch.empty(0, 8))
+    kernels.make_rows([])
+    kernels.make_rows([RowJob(empty, empty, 0)])
+    assert kernels._kernels.make_rows.launches == 0
+
+
+@check
+def sums_have_the_bits_of_the_reference() -> None:
+    """Also where rows have no part, and where small parts beside large ones hang on the order.
+
+    The interpreter cuts bfloat16 off, which compiled kernels round to the nearest.
+    """
+    rng = np.random.default_rng(0)
+    factors = 10.0 ** torch.arange(60).remainder(4)[:, None]
+    for dtype in DTYPES:
+        for width, total in ((3, 1), (24, 17), (100, 40), (2050, 3)):
+            parts = (_rows(60, width) * factors).to(dtype)
+            sums = sums_by_row(rng.integers(-1, total, 60), total)
+            found = torch.full((total, width), 7.0, dtype=dtype)
+            fused().make_rows([RowJob(RowMemory(parts), RowMemory(found), total, sums)])
+            expected = sum_parts(parts.float(), sums)
+            if dtype == torch.bfloat16:
+                expected = (expected.view(torch.int32) & -(2**16)).view(torch.float32)
+            assert torch.equal(found, expected.to(dtype)), (dtype, width)
+
+
+@check
+def merges_are_those_of_the_reference() -> None:
+    """Odd numbers of heads, head sizes of MLA, rows without keys; one rounding apart at most."""
+    rng = np.random.default_rng(1)
+    for dtype in DTYPES:
+        for heads, size in ((1, 16), (3, 12), (5, 128), (2, 192), (20, 128)):
+            total, of = 9, rng.integers(-1, 9, 31)
+            merge = lse_merge(of, total)
+            assert merge.merges is not None
+            out = _rows(merge.with_merged, heads, size, dtype=dtype)
+            lse = 4 * _rows(merge.with_merged, heads, seed=1)
+            lse[_rows(*lse.shape, seed=2) < -0.8] = -torch.inf
+            out[lse == -torch.inf] = 0
+            into = torch.empty(total, heads, size, dtype=dtype), torch.empty(total, heads)
+            fused().merge_rows(out[:31], lse[:31], merge, *(RowMemory(each) for each in into))
+            taken = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
+            gather = lambda rows, both=(out, lse): tuple(each[rows] for each in both)  # noqa: E731
+            merge_shared(out, lse, merge.merges, gather, taken)
+            rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+            has = torch.from_numpy(np.isin(np.arange(total), of))
+            expected = [each[merge.rows][has] for each in (out, lse)]
+            torch.testing.assert_close(into[0][has], expected[0], rtol=rounding, atol=1e-6)
+            torch.testing.assert_close(into[1][has], expected[1])
+
+
+@check
+def a_merge_lets_what_is_no_number_through() -> None:
+    """As what an exchange that failed has received."""
+    merge = lse_merge(np.array([0, 0, 1]), 2)
+    for broken in (0, 1):
+        out, lse = _rows(4, 2, 8), _rows(4, 2)
+        (out if broken == 0 else lse)[1] = torch.nan
+        found = torch.empty(2, 2, 8), torch.empty(2, 2)
+        fused().merge_rows(out[:3], lse[:3], merge, *(RowMemory(each) for each in found))
+        assert found[broken][0].isnan().all()
+        assert found[0][0].isnan().all()
+        assert torch.equal(found[0][1], out[2])
+
+
+@check
+def outputs_are_finished() -> None:
+    """LSE of plus infinity are of rows without keys; outputs are copied unless they are there."""
+    for rows, heads, size in ((1, 1, 8), (5, 3, 12), (130, 20, 16)):
+        found, lse = _rows(rows, heads, size, dtype=torch.bfloat16), _rows(heads, rows)
+        lse[:, ::4] = torch.inf
+        packed = torch.full((rows, heads * size + 8), 7.0).bfloat16()
+        into, into_lse = packed[:, :-8].view(rows, heads, size), torch.empty(rows, heads)
+        fused().finish_outputs(found, lse, into, into_lse)
+        assert torch.equal(into, found)
+        assert (packed[:, -8:] == 7).all()
+        assert torch.equal(into_lse, lse.T.masked_fill(torch.inf == lse.T, -torch.inf))
+        fused().finish_outputs(found, lse, found, into_lse)
+
+
+def _messages(width: int, keys: bool) -> tuple[Any, QAndKV, torch.Tensor]:
+    q_counts, kv_counts = np.array([2, 0, 3]), np.array([0, 1, 1])
+    rows = peer_rows(q_counts, np.array([1, 0, 4]), kv_counts, np.array([0, 2, 1]))
+    tensors = QAndKV(
+        [_rows(9, width).bfloat16(), _rows(9, 5)],
+        [_rows(4, 2, width, seed=1), _rows(4, 4, seed=2)] if keys else [],
+    )
+    layout = message_layout(rows, rows, tensors.row_types)
+    messages = torch.zeros(16 + layout.sizes.sent, dtype=torch.uint8)[16:].view(WORD)
+    return layout, tensors, messages
+
+
+def _scratch() -> Workspace:
+    scratch = Workspace(CPU)
+    scratch.reserve(2**20)
+    return scratch
+
+
+@check
+def messages_are_those_of_the_reference() -> None:
+    """Packed of copies, sums, merges and computed rows; unpacked to either kind of memory; with
+    empty peers, and with one kind of rows or two. All in one launch."""
+    copies = Sums(torch.tensor([8, 0, 3, 3, 1]), None)
+    for width in (3, 6, 16):
+        for keys in (False, True):
+            layout, tensors, expected = _messages(width, keys)
+            sources = [SummedRows(tensors.q, copies)]
+            sources.append(SummedRows(tensors.kv, sums_by_row(np.array([1, 0, -1, 1]), 2)))
+            computed = WrittenRows(lambda into, piece: [each.fill_(3) for each in into.tensors])
+            for of_kv in (sources[1], computed):
+                kinds = list(zip(layout.send, (sources[0], of_kv), strict=True))
+                found, kernels = torch.zeros_like(expected), fused()
+                expected.zero_()
+                TorchRowKernels().pack(expected, kinds, _scratch())
+                FusedRowKernels(kernels).pack(found, kinds, _scratch())
+                assert kernels._kernels.make_rows.launches == 1
+                _assert_messages(layout, found, expected)
+            _check_unpacking(layout, tensors, expected)
+
+
+def _assert_messages(layout: Any, found: torch.Tensor, expected: torch.Tensor) -> None:
+    for of in layout.receive:
+        if of.rows:
+            apart = [
+                [torch.empty((of.rows, *shape), dtype=dtype) for shape, dtype in of.format.types]
+                for _ in range(2)
+            ]
+            of.take_apart(found, apart[0])
+            of.take_apart(expected, apart[1])
+            assert all(torch.equal(*pair) for pair in zip(*apart, strict=True))
+
+
+def _check_unpacking(layout: Any, tensors: QAndKV, messages: torch.Tensor) -> None:
+    results = []
+    for kernels in (TorchRowKernels(), FusedRowKernels(fused())):
+        memory = _scratch()
+        q, kv = layout.receive
+        words = PackedRows.take(memory, q.format, q.rows).words.zero_()
+        apart = [torch.zeros((kv.rows, *each.shape[1:]), dtype=each.dtype) for each in tensors.kv]
+        kernels.unpack(messages, [(q, words), (kv, apart or None)])
+        results.append([torch.view_as_real(words), *apart])
+    for pair in zip(*results, strict=True):
+        assert torch.equal(*(each.contiguous().view(torch.uint8) for each in pair))
+
+
+@check
+def merged_rows_go_into_messages() -> None:
+    rows = peer_rows(*[np.array([2, 0, 3])] * 2, *[np.array([0, 1, 1])] * 2)
+    types = ((torch.Size((3, 4)), torch.bfloat16), (torch.Size((3,)), torch.float32))
+    keys = ((torch.Size((7,)), torch.float32),)
+    zeros = WrittenRows(lambda into, piece: [each.zero_() for each in into.tensors])
+    rows_of_parts = [0, 4, 1, 0, 2, 3, 1], [4, 3, 0, 1, 2, -1, -1]
+    merges = [*(lse_merge(np.array(each), 5) for each in rows_of_parts), None]
+    for of_kv in ((), keys):
+        layout = message_layout(rows, rows, (types, of_kv))
+        for merge in merges:
+            found = []
+            for kernels in (TorchRowKernels(), FusedRowKernels(fused())):
+                scratch = _scratch()
+                parts = PackedRows.take(scratch, layout.send[0].format, 12)
+                parts.tensors[0].copy_(_rows(12, 3, 4))
+                parts.tensors[1].copy_(_rows(12, 3, seed=1))
+                source = MergedRows(parts, merge, slice(2, 7))
+                messages = torch.zeros(layout.sizes.sent, dtype=torch.uint8).view(WORD)
+                kernels.pack(
+                    messages, list(zip(layout.send, (source, zeros), strict=True)), scratch
+                )
+                made = [torch.empty((5, *shape), dtype=dtype) for shape, dtype in types]
+                layout.receive[0].take_apart(messages, made)
+                mine = source if merge else MergedRows(parts, None, slice(0, 5))
+                found.append([*made, *kernels.merge(mine, scratch)])
+            for pair in zip(*found, strict=True):
+                rounding = 2**-7 if pair[0].dtype == torch.bfloat16 else 1e-5
+                torch.testing.assert_close(*pair, rtol=rounding, atol=1e-6)
+
+
+@check
+def rows_of_calls_are_those_of_the_reference() -> None:
+    """Of random spans of both memories, in few pieces and in many."""
+    rng, before = np.random.default_rng(0), cost_rows.PIECE_ROWS
+    try:
+        for trial in range(60):
+            cost_rows.PIECE_ROWS = (1, 512)[trial % 2]
+            local, received = (int(rng.integers(0, 40)) for _ in range(2))
+            served = [np.zeros(0, dtype=np.int64)]
+            for _ in range(int(rng.integers(0, 8)) if local + received else 0):
+                begin = int(rng.integers(0, local + received))
+                end = min(begin + int(rng.integers(1, 20)), local + received)
+                served.append(np.arange(begin, end))
+            rows, kernels = find_call_rows(np.concatenate(served), local), fused()
+            pair = [(numbered_rows(local, received), rows)]
+            found = FusedRowKernels(kernels).take(pair, _scratch())
+            expected = TorchRowKernels().take(pair, _scratch())
+            assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+            assert kernels._kernels.make_rows.launches <= 1
+    finally:
+        cost_rows.PIECE_ROWS = before
+
+
+def _attend(
+    plan: Plan, shape: AttentionShape, make: Callable[[], RowKernels], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Outputs and gradients of all ranks, one after the other."""
+    others: list[VirtualTransport] = []
+    calls, inputs, douts = [], [], []
+    kernel = select_kernel_of_heads("cpu", shape.head_dim, shape.value_dim)
+    latents = shape.kv_rank is not None
+    for rank in range(plan.world_size):
+        transport = VirtualTransport(rank, others, plan.world_size, CPU)
+        buffers = Buffers(CPU, headroom=0.0, rows=make())
+        attention = CoreAttention(transport, kernel, buffers)
+        attention.reserve(plan_memory(plan, shape))
+        exchange = buffers.place([build_exchange(plan, rank, latents)])
+        calls.append(attention._call(EventCursor(exchange), 0, 0.3, {}))
+        tokens, seed = int(plan.placement.tokens_per_rank()[rank]), 10 * rank
+        q, k, v, dout = (
+            _rows(tokens, heads, size, dtype=dtype, seed=seed + number)
+            for number, (heads, size) in enumerate(
+                (
+                    (shape.heads, shape.head_dim),
+                    (shape.kv_heads, shape.head_dim),
+                    (shape.kv_heads, shape.value_dim),
+                    (shape.heads, shape.value_dim),
+                )
+            )
+        )
+        sent = None
+        if shape.kv_rank is not None:
+            own = shape.head_dim - shape.rotated_dim
+            weight = _rows(shape.kv_heads * (own + shape.value_dim), shape.kv_rank, dtype=dtype)
+            latent = _rows(tokens, shape.kv_rank, dtype=dtype, seed=seed + 5)
+            both = (latent @ weight.t()).view(tokens, shape.kv_heads, -1)
+            shared = k[:, :1, own:].expand(-1, shape.kv_heads, -1)
+            k, v = torch.cat([both[..., :own], shared], dim=-1), both[..., own:].contiguous()
+            sent = SentLatents(latent, shape.rotated_dim, weight)
+        inputs.append((q, k, v, sent))
+        douts.append(dout)
+    for call, mine in zip(calls, inputs, strict=True):
+        call.dispatch(*mine)
+    for call in calls:
+        call.compute()
+    found = [call.combine() for call in calls]
+    for call, dout in zip(calls, douts, strict=True):
+        call.dispatch_backward(dout)
+    for call in calls:
+        call.compute_backward()
+    return [*found, *(each for call in calls for each in call.combine_backward())]
+
+
+SHAPES = (
+    (AttentionShape(4, 2, 16, 4), torch.float32),
+    (AttentionShape(4, 1, 8), torch.bfloat16),
+    (AttentionShape(3, 3, 13, 4, 5, 9, 6), torch.float32),
+)
+"""GQA; one head of keys, in bfloat16; heads of unlike sizes as in MLA, with its latents."""
+
+
+@check
+def core_attention_is_that_of_the_reference() -> None:
+    """On ranks of random plans, forward and backward."""
+    for seed, (shape, dtype) in enumerate(SHAPES):
+        rng = np.random.default_rng(seed)
+        mask = Mask() if seed % 2 else Mask(20)
+        plan = random_plan(rng, random_lengths(rng, 3 * 12), 3, 12, mask, block=4)
+        expected = _attend(plan, shape, TorchRowKernels, dtype)
+        found = _attend(plan, shape, lambda: FusedRowKernels(fused()), dtype)
+        # A rounding of an output may come back in gradients.
+        off = 1e-5 if dtype == torch.float32 else 0.03
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=off, atol=off)
+
+
+def main(names: Sequence[str]) -> dict[str, str | None]:
+    """Runs the checks; returns how each failed, or None."""
+    results: dict[str, str | None] = {}
+    for name in names or CHECKS:
+        try:
+            CHECKS[name]()
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(sys.argv[1:])))

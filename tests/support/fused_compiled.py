@@ -1,0 +1,118 @@
+"""Compiles the fused kernels for GPUs that are not there, in a process of its own.
+
+It writes what it found to standard output, as JSON: for each GPU and launch what the PTX has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from distca.attention.fused import FusedKernels, RowJob, RowMemory, triton_kernels
+from distca.attention.fused.jobs import Before
+from distca.attention.merge import Sums, lse_merge, sums_by_row
+
+CAPABILITIES = 80, 90, 100
+PLANS = 5, 16
+"""Rows of two plans; numbers that are multiples of 16 would be a kind of their own."""
+GQA, MLA = (32, 8, 128, 128), (16, 16, 192, 128)
+"""Heads of queries and of keys, elements of a key's head and of a value's."""
+
+
+class _Machine:
+    """What Triton asks of a GPU before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+class _Compiled:
+    """Stands for a kernel: compiles where it would be launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.made = kernel, list[Any]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.made.append(self.kernel.warmup(*arguments, grid=grid))
+
+
+def launches(kernels: FusedKernels, rows: int, heads: tuple[int, ...], dtype: torch.dtype) -> None:
+    """One launch of each kind: copies to messages, calls' rows, sums, a merge, outputs."""
+    of_q, of_kv, key_dim, value_dim = heads
+    q, k, v = (
+        torch.empty(rows, number, size, dtype=dtype)
+        for number, size in ((of_q, key_dim), (of_kv, key_dim), (of_kv, value_dim))
+    )
+    out, lse = q.new_empty(rows, of_q, value_dim), torch.empty(rows, of_q)
+    index = torch.arange(rows)
+    sizes = [each[0].numel() * each.itemsize for each in (out, out, lse, q, k, v)]
+    between = [(index, sum(sizes[4:])), (index, sum(sizes[:4]))]
+    copies = []
+    for number, each in enumerate((out, out, lse, q, k, v)):
+        before, others = between[number > 3]
+        packed = sum(sizes[4:] if number > 3 else sizes[:4]) // each.itemsize
+        into = each.new_empty(rows, packed)[:, : each[0].numel()].view(each.shape)
+        target = RowMemory(into, Before(before, others // each.itemsize))
+        copies.append(RowJob(RowMemory(each), target, rows, Sums(index, None)))
+    kernels.make_rows(copies)
+    kernels.make_rows(
+        [
+            RowJob(RowMemory(x), RowMemory(x.clone()), rows, Sums(index, None), RowMemory(x), rows)
+            for x in (q, k, v)
+        ]
+    )
+    sums = sums_by_row(np.arange(rows) // 2, rows)
+    kernels.make_rows([RowJob(RowMemory(x), RowMemory(x.clone()), rows, sums) for x in (q, k, v)])
+    merge = lse_merge(np.arange(rows) // 2, rows)
+    kernels.merge_rows(out, lse, merge, RowMemory(out.clone()), RowMemory(lse.clone()))
+    kernels.finish_outputs(out, lse.T.contiguous(), out.clone(), lse)
+
+
+def main() -> dict[str, Any]:
+    """Compiles all launches for all GPUs."""
+    found: dict[str, Any] = {}
+    for capability in CAPABILITIES:
+        driver.set_active(_Machine(capability))
+        for name, heads, dtype in (
+            ("GQA, bfloat16", GQA, torch.bfloat16),
+            ("MLA, float32", MLA, torch.float32),
+        )[: 1 + (capability == CAPABILITIES[0])]:
+            compiled = {
+                each: _Compiled(getattr(triton_kernels, each))
+                for each in ("make_rows", "merge_rows", "finish_outputs")
+            }
+            kernels = FusedKernels(type("Kernels", (), compiled))
+            for rows in PLANS:
+                launches(kernels, rows, heads, dtype)
+            for each, its in compiled.items():
+                half = len(its.made) // len(PLANS)
+                for number, kernel in enumerate(its.made[:half]):
+                    ptx = kernel.asm["ptx"]
+                    found[f"sm_{capability}, {name}, {each} {number}"] = {
+                        "target": f".target sm_{capability}" in ptx,
+                        "binary": len(kernel.asm["cubin"]),
+                        "wide loads": ptx.count("ld.global.v4.b32"),
+                        "wide stores": ptx.count("st.global.v4.b32"),
+                        "rounds to nearest": "cvt.rn.bf16" in ptx,
+                        "serves any plan": kernel is its.made[half + number],
+                    }
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main()))
