@@ -210,12 +210,21 @@ def end_to_end() -> list[Claim]:
     both = f"greedy{AGAIN}", f"wlb-llm-paper{AGAIN}"
     most = 0.0
     for (name, *model, documents), theirs in PUBLISHED.items():
+        # The search for Table 4's configurations ran one batch, so other batches tell the gains.
+        stored = "table4_batches" if name == "table4" else name
         mine = [
             row
-            for row in read(name)
+            for row in read(stored)
             if row["documents"] == documents and (not model or row["model"] in model)
         ]
-        ratios, ideal = gains(mine, *both), gains(mine, "tiles", "wlb-llm")
+        if stored == name:
+            ratios, ideal = gains(mine, *both), gains(mine, "tiles", "wlb-llm")
+            batches, command = "", name
+        else:
+            ideal, ratios = ([float(row[title]) for row in mine] for title in PAIRS)
+            most_batches = max(int(row[f"{title}: batches"]) for row in mine for title in PAIRS)
+            batches = f"; means of {most_batches} batches"
+            command = f"{stored} --batches {most_batches}"
         missing = int(np.isnan(ratios).sum())
         most = max(most, float(np.nanmax(ratios)))
         *least, highest = map(float, re.findall(r"[\d.]+", theirs))
@@ -226,9 +235,9 @@ def end_to_end() -> list[Claim]:
                 + f": gain over WLB-LLM with{'' if pipeline else 'out'} a pipeline",
                 theirs,
                 f"{span(ratios)} as the paper ran both ({missing} of {len(mine)} jobs out of "
-                f"memory); `tiles` over ideal WLB-LLM {span(ideal)}",
+                f"memory); `tiles` over ideal WLB-LLM {span(ideal)}{batches}",
                 ends(ratios, least[0] if least else None, highest),
-                f"`{PAPER.format(name)}`",
+                f"`{PAPER.format(command)}`",
             )
         )
     in_memory = []
