@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +43,46 @@ class _Tokens:
 def main(argv: list[str]) -> None:
     """Answers with each model in turn."""
     models, rank, ranks, folder, prompts = json.loads(argv[0])
-    found = {Path(each).name: _answers(each, rank, ranks, folder, prompts) for each in models}
+    found = {Path(each).name: answers_of(each, rank, ranks, folder, prompts) for each in models}
     (Path(folder) / f"rank {rank}.json").write_text(json.dumps(found))
 
 
-def _answers(
-    folder: str, rank: int, ranks: int, stores: str, prompts: list[list[int]]
+def answers_of(
+    folder: str,
+    rank: int,
+    ranks: int,
+    stores: str,
+    prompts: list[list[int]],
+    at_once: bool = False,
+    penalties: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
+    """Answers with a model; returns tokens, races and what each step asked of the GPU.
+
+    Args:
+        folder: folder of the model.
+        rank: number of this rank.
+        ranks: ranks that answer together.
+        stores: folder that they share.
+        prompts: prompts as token ids.
+        at_once: whether the prompts are answered together, and not one after the other.
+        penalties: fields of `Penalties`, for all answers.
+    """
     import torch
     import torch.distributed as dist
 
     from distca.attention import torch_cpu
+    from distca.commands.served_dtype import served_dtype
     from distca.inference import rank_processes
     from distca.inference.llm import configure
     from distca.inference.messages import AddRequest
-    from distca.inference.models import read_model
-    from distca.inference.sampling import SamplingParams
+    from distca.inference.models import DTYPES, read_model
+    from distca.inference.sampling import Penalties, SamplingParams
 
     if cuda.native is None:
         # The CPU's own decodes round bfloat16 less often than torch's, which GPUs stand for here.
         torch_cpu.load_paged = lambda: None  # type: ignore[assignment]
-    model = read_model(folder, torch.bfloat16, 1)
+    dtype = torch.bfloat16 if cuda.native is None else DTYPES[served_dtype(None)]
+    model = read_model(folder, dtype, 1)
     config = configure(model, ranks, block_size=256, cache_bytes=1 << 24)
     sampling = SamplingParams(TOKENS, 0.0, 0, frozenset())
     told = _Tokens()
@@ -72,11 +92,14 @@ def _answers(
     tokens: list[list[int]] = []
     log: list[Any] = []
     steps: list[list[Any]] = []
-    for number, prompt in enumerate(prompts):
+    changed = Penalties(**(penalties or {}))  # type: ignore[arg-type]
+    requests = [
+        AddRequest(each, each, prompt, sampling, changed) for each, prompt in enumerate(prompts)
+    ]
+    for batch in [requests] if at_once else [[each] for each in requests]:
         told.steps = []
         told.start()
-        request = AddRequest(number, number, prompt, sampling)
-        tokens.append(llm.answer([request], told.take)[number].token_ids)
+        tokens += [each.token_ids for each in llm.answer(batch, told.take).values()]
         rest = told.stop()
         steps = told.steps
         log += [record for step in (*steps, rest) for record in step]

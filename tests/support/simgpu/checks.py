@@ -44,6 +44,18 @@ def counted(call: Callable[[], Any]) -> Counts:
     return count(logged(call))
 
 
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph) -> Iterator[torch.cuda.Stream]:
+    """Captures a graph on a stream of its own, as must be."""
+    own, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    own.wait_stream(current)
+    with torch.cuda.stream(own):
+        graph.capture_begin()
+        yield own
+        graph.capture_end()
+    current.wait_stream(own)
+
+
 @check
 def values_and_gradients_are_those_of_the_cpu() -> None:
     torch.manual_seed(0)
@@ -120,10 +132,9 @@ def new_memory_holds_no_numbers() -> None:
 @check
 def a_graph_takes_effect_when_it_is_replayed() -> None:
     x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    y = x * 2
-    x.add_(1)
-    graph.capture_end()
+    with captured(graph):
+        y = x * 2
+        x.add_(1)
     assert x.cpu().tolist() == [1] * 3
     assert y.isnan().all().item()
     for time in range(3):
@@ -135,14 +146,19 @@ def a_graph_takes_effect_when_it_is_replayed() -> None:
 @check
 def a_capture_refuses_waits_and_pageable_copies() -> None:
     x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    with refused("not permitted when stream is capturing"):
-        x.sum().item()
-    with refused("not permitted when stream is capturing", "pageable"):
-        x.copy_(torch.ones(3), non_blocking=True)
-    with refused("not permitted when stream is capturing"):
-        torch.cuda.synchronize()
-    graph.capture_end()
+    with captured(graph):
+        with refused("not permitted when stream is capturing"):
+            x.sum().item()
+        with refused("not permitted when stream is capturing", "pageable"):
+            x.copy_(torch.ones(3), non_blocking=True)
+        with refused("not permitted when stream is capturing"):
+            torch.cuda.synchronize()
+
+
+@check
+def a_capture_refuses_the_default_stream() -> None:
+    with refused("must be captured on a non-default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
 
 
 @check
@@ -170,13 +186,12 @@ def a_capture_forks_and_joins_by_events() -> None:
 
     def capture(joins: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.mul_(2)
-        if joins:
-            torch.cuda.current_stream().wait_stream(side)
-        graph.capture_end()
+        with captured(graph) as own:
+            side.wait_stream(own)
+            with torch.cuda.stream(side):
+                x.mul_(2)
+            if joins:
+                own.wait_stream(side)
         return graph
 
     capture(joins=True).replay()
@@ -184,10 +199,8 @@ def a_capture_forks_and_joins_by_events() -> None:
     with refused("has not waited for"):
         capture(joins=False)
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    with refused("uncaptured work in another stream"):
-        torch.cuda.current_stream().wait_event(before)
-    graph.capture_end()
+    with captured(graph) as own, refused("uncaptured work in another stream"):
+        own.wait_event(before)
 
 
 def _two_streams(waits: bool, begin: int) -> list[Any]:

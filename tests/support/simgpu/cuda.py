@@ -186,6 +186,11 @@ class Graph:
         self._number = id(self)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        if not native.stream(native.device()):
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, "
+                "it's ok to replay them on the default stream.)"
+            )
         native.begin_capture(self._number, capture_error_mode == "global")
 
     def capture_end(self) -> None:

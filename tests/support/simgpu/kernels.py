@@ -111,11 +111,13 @@ def _flash_forward(
     refuse(len(cu_k) != batch + 1, "cu_seqlens_k must have one more element than tasks")
     reads = [q, k, v, cu_q, cu_k]
     if block_table is not None:
+        refuse(not block_table.is_cuda, "block_table must be on CUDA")
         refuse(block_table.dtype != torch.int32, "block_table must have dtype int32")
         refuse(block_table.stride(-1) != 1, "block_table must be contiguous")
         refuse(len(block_table) != batch, "block_table must have a line for each task")
         refuse(k.shape[1] % 256, "Paged KV cache block size must be divisible by 256")
         refuse(seqused_k is None or seqused_k.dtype != torch.int32, "seqused_k must be int32")
+        refuse(not seqused_k.is_cuda, "seqused_k must be on CUDA")
         refuse(len(seqused_k) != batch, "seqused_k must have a number for each task")
         refuse(int(native.as_cpu(seqused_k).max()) > most_k, "keys beyond max_seqlen_k")
         reads += [block_table, seqused_k]

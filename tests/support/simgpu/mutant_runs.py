@@ -1,0 +1,233 @@
+"""Runs small jobs on simulated GPUs with changed files, and tells by what a change is seen.
+
+Its argument is a file with a list of changes (`changes.Change`), as JSON. For each it writes a line
+to standard output, as JSON: why the change is seen, or an empty text. Ranks are forks of this
+process, which has imported what takes long. They import the project's files, of which one is
+replaced.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from support.simgpu.changes import Change
+from support.simgpu.machine import ROOT
+
+Found = dict[str, Any]
+"""What a rank saw: `races` and what is counted may not grow, all else may not change."""
+_COUNTED = ("launches", "syncs")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of some ranks.
+
+    Attributes:
+        ranks: ranks, each with a GPU.
+        seconds: time after which it hangs, beside what starts.
+        run: runs it as one of the ranks: takes its number and the folder that ranks share.
+    """
+
+    ranks: int
+    seconds: float
+    run: Callable[[int, Path], Found]
+
+
+def _rows(rank: int, folder: Path) -> Found:
+    from support.simgpu import sent_rows
+
+    found = sent_rows.main()
+    return {"rows": found["rows"], "races": found["races"], "syncs": sum(found["syncs"].values())}
+
+
+def _answered(family: str, lengths: Sequence[int]) -> Callable[[int, Path], Found]:
+    def run(rank: int, folder: Path) -> Found:
+        from distca.inference.small_models import VOCABULARY, save_small_model
+        from support.simgpu.answers import answers_of
+
+        model = str(save_small_model(family, folder / str(rank)))
+        prompts = [[(7 * n + n * n) % VOCABULARY for n in range(length)] for length in lengths]
+        penalties = {"presence": 0.1, "frequency": 0.1, "repetition": 1.1}
+        found = answers_of(model, rank, 2, str(folder), prompts, True, penalties)
+        steps = found.pop("steps")
+        return found | {
+            "launches": sum(step["launches"] for step in steps),
+            "syncs": sum(sum(step["syncs"].values()) for step in steps),
+        }
+
+    return run
+
+
+_LENGTHS = [*(1, 300, 5, 1, 129, 588), *(200, 700, 124), 1024, *([128] * 8)]
+_HALVES = "--seq-length 512 --global-batch-size 8"
+
+
+def _trained(flags: str) -> Callable[[int, Path], Found]:
+    def run(rank: int, folder: Path) -> Found:
+        from support.simgpu import training
+
+        words = f"--distca --group-query-attention --num-query-groups 2 {flags}"
+        job = training.Job(2, words.split(), _LENGTHS)
+        its = training.train_here(job, rank, str(folder / "store"))
+        return {
+            "losses": its.done.losses,
+            "grad_norms": its.done.grad_norms,
+            "bytes": its.done.bytes_counted,
+            "races": its.races,
+            "launches": its.launches,
+            "syncs": sum(its.syncs.values()),
+        }
+
+    return run
+
+
+_SECONDS = 60
+_LAYERS = "--num-layers 4 --pipeline-model-parallel-size 2"
+JOBS = {
+    "rows": Job(1, 20, _rows),
+    # Blocks of 256 tokens: some prompts lie on one rank alone, and some fill one by their answers.
+    "answers": Job(2, _SECONDS, _answered("gemma3_text", (300, 5, 804, 510, 509))),
+    "training": Job(2, _SECONDS, _trained(_HALVES)),
+    "graphs": Job(2, _SECONDS, _trained(f"{_HALVES} --distca-cuda-graphs")),
+    "stages": Job(2, _SECONDS, _trained(f"--seq-length 1024 --global-batch-size 3 {_LAYERS}")),
+    "dedicated": Job(
+        2,
+        _SECONDS,
+        _trained("--seq-length 1024 --global-batch-size 4 --distca-servers dedicated:1"),
+    ),
+}
+
+
+class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module's source elsewhere than in its file."""
+
+    def __init__(self, path: str, source: str) -> None:
+        self._path, self._source = ROOT / path, source
+        self._name = path.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        return importlib.util.spec_from_loader(name, self, origin=str(self._path))
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = str(self._path)
+        exec(compile(self._source, str(self._path), "exec"), module.__dict__)
+
+
+def _rank(change: Change, rank: int, folder: Path) -> None:
+    """Runs a rank in a fork, and writes what it found or why it failed."""
+    name, path, source = change
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    if source is not None:
+        sys.meta_path.insert(0, _Replaced(path, source))
+    try:
+        from distca.lifetime import end_with_parent
+
+        end_with_parent()
+        found: Found | str = JOBS[name].run(rank, folder)
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:160]
+        found = f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
+    (folder / f"found {rank}").write_bytes(pickle.dumps(found))
+
+
+def run(change: Change) -> list[Found] | str:
+    """What the ranks of a job found, or why one failed."""
+    job = JOBS[change[0]]
+    with tempfile.TemporaryDirectory() as place:
+        folder, children = Path(place), dict[int, int]()
+        for rank in range(job.ranks):
+            child = os.fork()
+            if not child:
+                with suppress(BaseException):
+                    _rank(change, rank, folder)
+                os._exit(0)
+            children[child] = rank
+        end = time.monotonic() + job.seconds
+        found: list[Any] = [None] * job.ranks
+        try:
+            while children:
+                ended, _ = os.waitpid(-1, os.WNOHANG)
+                if ended:
+                    rank = children.pop(ended)
+                    written = folder / f"found {rank}"
+                    if not written.exists():
+                        return f"rank {rank} ends early"
+                    found[rank] = pickle.loads(written.read_bytes())
+                    if isinstance(found[rank], str):
+                        return f"rank {rank}: {found[rank]}"
+                elif time.monotonic() > end:
+                    return f"it does not end in {job.seconds:g} s"
+                else:
+                    time.sleep(0.05)
+        finally:
+            for child in children:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+    return found
+
+
+def seen_by(found: Sequence[Found] | str, expected: Sequence[Found]) -> str:
+    """Why a run is not as it should be; empty if it is."""
+    if isinstance(found, str):
+        return found
+    for rank, (its, wanted) in enumerate(zip(found, expected, strict=True)):
+        for name, value in its.items():
+            if name in _COUNTED:
+                wrong = value > wanted[name]
+            else:
+                wrong = value != ([] if name == "races" else wanted[name])
+            if wrong:
+                told = value[0] if name == "races" else f"{value}, and not {wanted[name]}"
+                return f"rank {rank}: {name}: {str(told)[:160]}"
+    return ""
+
+
+def _import_what_takes_long() -> None:
+    for name in (
+        "torch.distributed",
+        "megatron.core.models.gpt",
+        "megatron.training",
+        "transformers.models.gemma3.modeling_gemma3",
+    ):
+        importlib.import_module(name)
+    assert "distca" not in sys.modules
+
+
+def main(changes: Sequence[Change]) -> None:
+    """Runs the job of each change."""
+    _import_what_takes_long()
+    expected: dict[str, list[Found]] = {}
+    for change in changes:
+        name, path, _ = change
+        if name not in expected:
+            ran = run((name, path, None))
+            told = seen_by(ran, [] if isinstance(ran, str) else ran)
+            assert not told, f"the code as it is: {told}"
+            assert not isinstance(ran, str)
+            expected[name] = ran
+        sys.stdout.write(json.dumps(seen_by(run(change), expected[name])) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
