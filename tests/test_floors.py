@@ -40,6 +40,7 @@ FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}
 FLOORS["distca.inference"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
 FLOORS["distca.inference"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
 FLOORS["distca.inference"] |= {"distca.checkpoints", "distca.torchrun", "distca.wording"}
+FLOORS["distca.library"] = {*FLOORS["distca.runtime"], "distca.runtime"}
 FLOORS["distca.prefill"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.vllm"] = {*FLOORS["distca.prefill"], "distca.prefill"}
 FLOORS["distca.commands"] = {*FLOORS}

@@ -264,6 +264,31 @@ class AttentionCall:
         self._outputs = (out.detach(), lse)
         return out
 
+    @property
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of the local rows, which `combine` has made, without their history."""
+        out, lse = self._outputs
+        return out, lse
+
+    def resume(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sink: torch.Tensor | None = None,
+    ) -> None:
+        """Takes what another call's forward steps had and made, for this one's backward steps.
+
+        Args:
+            q, k, v: as `dispatch` takes them.
+            out, lse: as `outputs` has them.
+            sink: as `combine` takes it.
+        """
+        assert not self._resources.keeps_inputs, "the servers' inputs are with the other call"
+        self._inputs, self._outputs, self._sink = (q, k, v), (out, lse), sink
+
     def prefetch(self) -> None:
         """Sends keys and values again before the gradient is known. No query may move."""
         assert not self._exchange_of_pass().q.move, "only keys and values are known before"

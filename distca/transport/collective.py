@@ -48,7 +48,10 @@ def nccl_options(max_ctas: int, timeout: timedelta | None = None) -> dist.Proces
 
 
 def new_exchange_group(
-    ranks: list[int], timeout: timedelta | None = None, max_ctas: int = MAX_CTAS
+    ranks: list[int],
+    timeout: timedelta | None = None,
+    max_ctas: int = MAX_CTAS,
+    alone: bool = False,
 ) -> dist.ProcessGroup | None:
     """Returns a process group for exchanges alone; None on ranks outside it. Collective.
 
@@ -56,10 +59,12 @@ def new_exchange_group(
         ranks: ranks of the group.
         timeout: time limit of an operation; None: the backend's default.
         max_ctas: as for `nccl_options`, where the backend is NCCL.
+        alone: whether only the group's ranks call this, and not all ranks of the job.
     """
-    if dist.get_backend() != "nccl":
-        return dist.new_group(ranks, timeout=timeout)
-    return dist.new_group(ranks, timeout=timeout, pg_options=nccl_options(max_ctas, timeout))
+    options = nccl_options(max_ctas, timeout) if dist.get_backend() == "nccl" else None
+    return dist.new_group(
+        ranks, timeout=timeout, pg_options=options, use_local_synchronization=alone
+    )
 
 
 class CollectiveTransport(Transport):

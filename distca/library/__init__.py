@@ -1,0 +1,31 @@
+"""Disaggregated core attention in a training loop of your own.
+
+Three calls are enough:
+
+    planner = Planner(shape)                          # once, on every rank
+    batch = planner.place(documents)                  # tokens, positions and labels of this rank
+    out = core_attention(q_THD, k_THD, v_THD, batch)  # in every layer; differentiable
+
+`distca.library.hugging_face` makes the third call for models of transformers. The names that this
+module exports, and those of `hugging_face`, keep to semantic versions.
+"""
+
+from distca.cost.volume import AttentionShape
+from distca.library.batch import Batch
+from distca.library.documents import IGNORED, Document, share_documents
+from distca.library.operation import core_attention
+from distca.library.planner import Planner
+from distca.library.plans import PlannedDocuments
+from distca.plan import Mask
+
+__all__ = [
+    "IGNORED",
+    "AttentionShape",
+    "Batch",
+    "Document",
+    "Mask",
+    "PlannedDocuments",
+    "Planner",
+    "core_attention",
+    "share_documents",
+]

@@ -1,0 +1,187 @@
+"""Core attention of a batch as an operation of torch, which `torch.compile` does not look into.
+
+The forward pass runs all three steps of `distca.runtime.AttentionCall`, and so does the backward
+pass, on what autograd kept: queries, keys, values, output and LSE of this rank's own rows. A layer
+that is recomputed runs its forward pass again, with its exchanges.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distca.library.batch import Batch
+from distca.library.planner import Planner, find_planner
+from distca.plan import Mask
+from distca.runtime import AttentionCall, Exchange
+
+_CAUSAL = Mask()
+_NONE = -1
+"""Number in place of a window or of chunks that a mask does not have."""
+
+
+def core_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    batch: Batch | torch.Tensor,
+    *,
+    mask: Mask = _CAUSAL,
+    scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes softmax(QKᵀ)V of this rank's tokens over their documents. Collective.
+
+    All ranks of the planner's group call it equally often and in one order, in the backward pass,
+    too: every layer for every batch, also on a rank without tokens. Where only some ranks need
+    gradients, give none of them `torch.no_grad()`.
+
+    Args:
+        q_THD: queries, `[rows, heads, head_dim]`, of the dtype that the planner's shape has.
+        k_THD: keys, `[rows, kv_heads, head_dim]`.
+        v_THD: values, `[rows, kv_heads, v_head_dim]`.
+        batch: the batch, or its handle.
+        mask: mask of the layer, one of the planner's.
+        scale: factor of the scores; None: `head_dim ** -0.5`.
+        sink_H: one more logit of each head, which has no value, `[heads]`, as in GPT-OSS; None:
+            there is none.
+
+    Returns:
+        The output, `[rows, heads, v_head_dim]`.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than the batch or the planner, the planner
+            has no such mask, or the batch is no longer remembered.
+    """
+    handle = batch.handle if isinstance(batch, Batch) else batch
+    if scale is None:
+        scale = float(q_THD.shape[-1]) ** -0.5
+    window = _NONE if mask.window_left is None else mask.window_left
+    chunk = _NONE if mask.attention_chunk is None else mask.attention_chunk
+    out, _ = _forward(q_THD, k_THD, v_THD, sink_H, handle, window, chunk, scale)
+    return out
+
+
+def _call_of(
+    handle: torch.Tensor, window: int, chunk: int, scale: float
+) -> tuple[Planner, AttentionCall, Exchange]:
+    planner_number, batch_number = handle.tolist()
+    planner = find_planner(planner_number)
+    mask = Mask(None if window == _NONE else window, None if chunk == _NONE else chunk)
+    return planner, *planner.call(batch_number, mask, scale)
+
+
+def _check(planner: Planner, exchange: Exchange, **rows: torch.Tensor) -> None:
+    """Checks the tensors of a call.
+
+    Raises:
+        ValueError: one of them has another shape or dtype.
+    """
+    shape, local = planner.shape, exchange.q.local
+    expected = {
+        "q": (local, shape.heads, shape.head_dim),
+        "k": (local, shape.kv_heads, shape.head_dim),
+        "v": (local, shape.kv_heads, shape.value_dim),
+    }
+    for name, tensor in rows.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}, but the batch and the planner's shape have "
+                f"{list(expected[name])}"
+            )
+        if tensor.dtype.itemsize != shape.dtype_bytes or tensor.dtype != rows["q"].dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype}: q, k and v need one dtype of {shape.dtype_bytes} bytes "
+                "an element, as the planner's shape says"
+            )
+
+
+@torch.library.custom_op("distca::core_attention", mutates_args=())
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    handle: torch.Tensor,
+    window: int,
+    chunk: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output, and the LSE, `[rows, heads]`, float32."""
+    planner, call, exchange = _call_of(handle, window, chunk, scale)
+    _check(planner, exchange, q=q, k=k, v=v)
+    call.dispatch(q.contiguous(), k.contiguous(), v.contiguous())
+    call.compute()
+    call.combine(sink)
+    return call.outputs
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    handle: torch.Tensor,
+    window: int,
+    chunk: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("distca::core_attention_backward", mutates_args=())
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    handle: torch.Tensor,
+    window: int,
+    chunk: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of queries, keys, values and sink; an empty one where there is none."""
+    _, call, _ = _call_of(handle, window, chunk, scale)
+    call.resume(q.contiguous(), k.contiguous(), v.contiguous(), out, lse, sink)
+    of_sink = call.dispatch_backward(dout.contiguous())
+    call.compute_backward()
+    dq, dk, dv = call.combine_backward()
+    return dq, dk, dv, q.new_empty(0) if of_sink is None else of_sink
+
+
+@_backward.register_fake
+def _(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    handle: torch.Tensor,
+    window: int,
+    chunk: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v))
+    return dq, dk, dv, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, sink, handle, *ctx.layer = inputs
+    ctx.save_for_backward(q, k, v, sink, *output, handle)
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    q, k, v, sink, out, lse, handle = ctx.saved_tensors
+    dq, dk, dv, of_sink = _backward(dout, q, k, v, sink, out, lse, handle, *ctx.layer)
+    return dq, dk, dv, None if sink is None else of_sink, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)

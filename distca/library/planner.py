@@ -1,0 +1,246 @@
+"""The planner of a loop: it plans micro-batches, places their tokens, and runs core attention."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from distca.attention import select_kernel, select_kernel_of_heads
+from distca.attention.kernel import Kernel
+from distca.attention.softcap import SoftCapped
+from distca.cost.kernel_time import CostModel
+from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.volume import AttentionShape
+from distca.library.batch import Batch, count_targets, rows_of_rank
+from distca.library.documents import Document
+from distca.library.plans import PlanDocuments, PlannedDocuments
+from distca.plan import BLOCK, Mask
+from distca.runtime import AttentionCall, AttentionTimes, Buffers, EventCursor, Exchange, Trace
+from distca.runtime.attention_call import CallResources
+from distca.runtime.exchange import build_exchange
+from distca.schedule import ScheduleConfig
+from distca.schedule.schedulers import SCHEDULERS
+from distca.transport import CollectiveTransport, new_exchange_group
+
+
+class Planner:
+    """Plans micro-batches whose core attention the ranks of a group share. Collective to make.
+
+    Every rank of the group owns tokens, and is an attention server for all of them. Each rank must
+    hold the whole model, or its shard of FSDP, and run all layers in the same order.
+
+    Args:
+        shape: attention heads of a rank, and bytes of an element of queries, keys and values.
+        group: ranks that share micro-batches; None: all ranks of the job.
+        masks: masks of the model's layers, the one that sees most first.
+        softcap: bound of the attention scores, as in Gemma 2; None: there is none.
+        scheduler: name of the scheduler, one of those of `--distca-scheduler`.
+        tolerance: part of the mean load by which a server's load may exceed it.
+        block: tokens in a kernel's block; cuts of documents fall on its multiples.
+        cost_model: predicts kernels' seconds, by which loads are measured; None: loads are visible
+            (query, key) pairs.
+        device: device of the model; None: the current GPU, or the CPU where there is none.
+        remembered: batches that can still be used: a batch's passes must have ended before so many
+            others are placed after it. Gradients of accumulated micro-batches need as many.
+
+    Attributes:
+        bytes_sent: bytes that this rank has sent so far, by phase.
+
+    Raises:
+        ValueError: an argument is out of range, or no kernel computes such heads on the device.
+        RuntimeError: `torch.distributed` is not initialised.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        group: dist.ProcessGroup | None = None,
+        *,
+        masks: Sequence[Mask] = (Mask(),),
+        softcap: float | None = None,
+        scheduler: str = "tiles",
+        tolerance: float = 0.1,
+        block: int = BLOCK,
+        cost_model: CostModel | None = None,
+        device: torch.device | None = None,
+        remembered: int = 64,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised: call torch.distributed."
+                "init_process_group() first, in processes that torchrun starts"
+            )
+        if scheduler not in SCHEDULERS:
+            raise ValueError(f"no scheduler {scheduler!r}: choose from {', '.join(SCHEDULERS)}")
+        if not masks or len(set(masks)) < len(masks):
+            raise ValueError("masks has none, or one twice: give each mask of the layers once")
+        if remembered < 1:
+            raise ValueError(f"remembered is {remembered}: give at least 1 batch")
+        if device is None:
+            device = torch.device("cpu")
+            if torch.cuda.is_available():
+                device = torch.device("cuda", torch.cuda.current_device())
+        self.shape, self.masks, self.device = shape, tuple(masks), device
+        self._group, self._kernel = group, _select_kernel(shape, softcap, device)
+        self._softcap = softcap
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        exchanges = new_exchange_group(ranks, alone=group is not None)
+        assert exchanges is not None
+        self._transport = CollectiveTransport(exchanges, device)
+        self._buffers, self._trace = Buffers(device), Trace(device)
+        config = ScheduleConfig(tolerance, shape, cost_model, block)
+        self._plan = PlanDocuments(scheduler, config, self.masks, len(ranks))
+        # This rank's part of each batch's plans, one for each mask.
+        self._placed: OrderedDict[int, tuple[Exchange, ...]] = OrderedDict()
+        self._remembered, self._batches = remembered, itertools.count()
+        self._number = next(_NUMBERS)
+        _PLANNERS[self._number] = self
+
+    @property
+    def plan(self) -> PlanDocuments:
+        """What plans micro-batches: a function that can be pickled, and needs no process group.
+
+        A data loader's workers plan ahead where it is their `collate_fn`. All ranks' loaders must
+        then yield the same documents.
+        """
+        return self._plan
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        return dict(self._transport.bytes_sent)
+
+    def place(self, documents: PlannedDocuments | Sequence[Document | torch.Tensor]) -> Batch:
+        """Places a micro-batch. Collective: all ranks place the same documents.
+
+        Args:
+            documents: documents, or their tokens alone, int64 `[tokens]`; or what `plan` made of
+                them before.
+
+        Returns:
+            This rank's tokens. It may have none where there are fewer tokens than ranks.
+
+        Raises:
+            ValueError: see `Document`; or the plans are of another number of ranks or masks.
+        """
+        made = documents if isinstance(documents, PlannedDocuments) else self._plan(documents)
+        transport, rank = self._transport, self._transport.rank
+        of_masks = tuple(plan.mask for plan in made.plans)
+        if made.plans[0].world_size != transport.world_size or of_masks != self.masks:
+            raise ValueError(
+                f"the plans are of {made.plans[0].world_size} ranks and the masks {of_masks}, the "
+                f"planner of {transport.world_size} and {self.masks}: plan with `planner.plan`"
+            )
+        needed = CoreAttentionMemory()
+        for plan in made.plans:
+            needed = needed.union(plan_memory(plan, self.shape))
+        self._buffers.reserve(needed, transport)
+        number = next(self._batches)
+        exchanges = tuple(build_exchange(plan, rank) for plan in made.plans)
+        if self.device.type != "cpu":
+            # Of its own memory, since several batches may be under way.
+            exchanges = tuple(each.map_indices(self._to_device) for each in exchanges)
+        self._placed[number] = exchanges
+        while len(self._placed) > self._remembered:
+            self._placed.popitem(last=False)
+        rows = rows_of_rank(made.documents, made.plans[0].placement, rank)
+        tokens, positions, labels = (self._to_device(each) for each in rows)
+        return Batch(
+            tokens,
+            positions,
+            labels,
+            count_targets(made.documents),
+            torch.tensor([self._number, number]),
+            made.plans,
+            self._group,
+        )
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def call(self, number: int, mask: Mask, scale: float) -> tuple[AttentionCall, Exchange]:
+        """Makes a call of core attention; see `core_attention`.
+
+        Args:
+            number: number of the batch.
+            mask: mask of the layer.
+            scale: factor of the scores.
+
+        Returns:
+            The call, and this rank's part of its plan.
+
+        Raises:
+            ValueError: the batch is no longer remembered, or no plan has the mask.
+        """
+        placed = self._placed.get(number)
+        if placed is None:
+            raise ValueError(
+                f"batch {number} is no longer remembered, since {self._remembered} were placed "
+                "after it: make the planner with a larger `remembered`"
+            )
+        if mask not in self.masks:
+            raise ValueError(f"a layer has {mask}, but the planner {self.masks}: give it as a mask")
+        exchange = placed[self.masks.index(mask)]
+        resources = CallResources(
+            self._transport,
+            self._kernel,
+            self._trace,
+            AttentionTimes(self.device),
+            self._buffers.workspaces[0],
+            self._buffers.scratch,
+            self._buffers.rows,
+            keeps_inputs=False,
+        )
+        return AttentionCall(resources, EventCursor([exchange]), 0, 0, scale, {}), exchange
+
+    def check_softcap(self, softcap: float | None) -> None:
+        """Checks that a layer has the soft cap that the planner's kernel has.
+
+        Raises:
+            ValueError: it has another one.
+        """
+        if softcap != self._softcap:
+            raise ValueError(
+                f"a layer has the soft cap {softcap}, but the planner {self._softcap}: give it as "
+                "`softcap`"
+            )
+
+    def close(self) -> None:
+        """Frees the buffers. The planner cannot be used afterwards."""
+        _PLANNERS.pop(self._number, None)
+        self._placed.clear()
+        self._transport.close()
+
+
+# torch's operations take tensors and numbers alone, so that a batch's handle has to name its
+# planner. An entry ends with its planner.
+_PLANNERS: weakref.WeakValueDictionary[int, Planner] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def find_planner(number: int) -> Planner:
+    """Returns the planner that a batch's handle names.
+
+    Raises:
+        ValueError: it was closed, or is gone.
+    """
+    planner = _PLANNERS.get(number)
+    if planner is None:
+        raise ValueError("the batch's planner is gone: keep it as long as its batches are used")
+    return planner
+
+
+def _select_kernel(shape: AttentionShape, softcap: float | None, device: torch.device) -> Kernel:
+    if softcap is None:
+        return select_kernel_of_heads(device.type, shape.head_dim, shape.value_dim)
+    if softcap <= 0:
+        raise ValueError(f"softcap is {softcap}: give a positive bound, or None")
+    if shape.head_dim != shape.value_dim:
+        raise ValueError("a soft cap needs keys and values with heads of one size")
+    return SoftCapped(select_kernel(device.type, shape.head_dim, softcaps=True), softcap)

@@ -1,0 +1,38 @@
+"""The examples with transformers: on two ranks they have the losses of one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from support.launches import ROOT
+
+pytest.importorskip("transformers")
+
+STEPS = 2
+
+
+def losses(example: str, ranks: int) -> list[float]:
+    """The losses that an example prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), f"examples/{example}.py", "--steps", str(STEPS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(loss) for loss in re.findall(r"(?:'loss': '|: loss )(\d\.\d+)", done.stdout)]
+
+
+def test_fully_sharded() -> None:
+    alone = losses("transformers_fsdp", 1)
+    assert len(alone) == STEPS
+    assert losses("transformers_fsdp", 2) == pytest.approx(alone, rel=1e-6)
+
+
+def test_trainer() -> None:
+    pytest.importorskip("accelerate")
+    # It prints four digits.
+    assert losses("transformers_trainer", 2) == pytest.approx(
+        losses("transformers_fsdp", 2), abs=1e-3
+    )
