@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/transformers_trainer.py --steps 3
 
-The trainer keeps all that it does except that its batches are `planner.place`'s: every rank reads
-the same documents, a worker plans them ahead, and each rank gets its share of the tokens.
+Every rank reads the same documents, a worker plans them ahead, and each rank gets its share.
 """
 
 from __future__ import annotations
@@ -44,6 +43,9 @@ class DistcaTrainer(Trainer):
 
     def get_train_dataloader(self) -> Batches:
         return self.train_dataset
+
+    def _prepare_inputs(self, inputs):
+        return inputs  # On the device already; the batch's handle has to stay on the CPU.
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # The ranks' losses add up to the mean, and DistributedDataParallel averages gradients.

@@ -8,8 +8,8 @@
     loss.backward()
 
 The losses of all ranks add up to the mean over the micro-batch, and so do the gradients: sum them
-over the group's ranks. DistributedDataParallel and FSDP take a mean, unless they are told otherwise
-(see `examples/`).
+over the group's ranks. DistributedDataParallel and FSDP take the mean over the ranks, so multiply
+the loss by the number of ranks (see `examples/`).
 """
 
 from __future__ import annotations

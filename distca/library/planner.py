@@ -45,8 +45,8 @@ class Planner:
         cost_model: predicts kernels' seconds, by which loads are measured; None: loads are visible
             (query, key) pairs.
         device: device of the model; None: the current GPU, or the CPU where there is none.
-        remembered: batches that can still be used: a batch's passes must have ended before so many
-            others are placed after it. Gradients of accumulated micro-batches need as many.
+        remembered: number of batches, the last ones, that layers can use. All passes of a batch
+            must end before this many others are placed after it.
 
     Attributes:
         bytes_sent: bytes that this rank has sent so far, by phase.
@@ -92,7 +92,8 @@ class Planner:
         exchanges = new_exchange_group(ranks, alone=group is not None)
         assert exchanges is not None
         self._transport = CollectiveTransport(exchanges, device)
-        self._buffers, self._trace = Buffers(device), Trace(device)
+        self._buffers = Buffers(device)
+        self._trace, self._times = Trace(device), AttentionTimes(device)
         config = ScheduleConfig(tolerance, shape, cost_model, block)
         self._plan = PlanDocuments(scheduler, config, self.masks, len(ranks))
         # This rank's part of each batch's plans, one for each mask.
@@ -191,7 +192,7 @@ class Planner:
             self._transport,
             self._kernel,
             self._trace,
-            AttentionTimes(self.device),
+            self._times,
             self._buffers.workspaces[0],
             self._buffers.scratch,
             self._buffers.rows,
