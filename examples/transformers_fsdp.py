@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/transformers_fsdp.py --steps 3
 
-Without `--model` the model is a small Llama with random weights. Each micro-batch is eight
-documents. All ranks read the same ones, a worker of the data loader plans them ahead, and each rank
-gets its share of the tokens.
+Each micro-batch is eight documents. All ranks read the same ones, a worker of the data loader plans
+them ahead, and each rank gets its share of the tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ def documents(count: int, vocabulary: int) -> list[torch.Tensor]:
     return [torch.randint(vocabulary, (n,), generator=made) for n in lengths.tolist()]
 
 
-def build_model(name: str | None, dtype: torch.dtype) -> torch.nn.Module:
-    if name is not None:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="distca")
+def build_model(dtype: torch.dtype) -> torch.nn.Module:
+    """A small Llama with random weights, the same on every rank; load yours here."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512}
@@ -39,7 +37,6 @@ def build_model(name: str | None, dtype: torch.dtype) -> torch.nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a checkpoint, by its folder or its name on the hub")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     gpus = torch.cuda.is_available()
@@ -50,19 +47,20 @@ def main() -> None:
     dtype = torch.bfloat16 if gpus else torch.float32
 
     hugging_face.register()
-    model = build_model(args.model, dtype).to(device)
-    planner = Planner(**hugging_face.heads_of(model.config, dtype))
+    model = build_model(dtype).to(device)
+    planner = Planner(**hugging_face.planner_arguments(model.config, dtype))
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = documents(8 * args.steps, model.config.vocab_size)
-    loader = DataLoader(data, 8, collate_fn=planner.plan, num_workers=1)
+    loader = DataLoader(data, 8, collate_fn=planner.collate, num_workers=1)
     for step, planned in enumerate(loader, 1):
         batch = planner.place(planned)
         loss = model(**hugging_face.inputs_of(batch)).loss
         # The ranks' losses add up to the mean, and FSDP averages gradients over the ranks.
         (loss * dist.get_world_size()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()

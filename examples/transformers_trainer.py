@@ -31,7 +31,7 @@ class Batches(IterableDataset):
 
     def __init__(self, planner: Planner, data: list[torch.Tensor], per_batch: int) -> None:
         self.planner = planner
-        self.loader = DataLoader(data, per_batch, collate_fn=planner.plan, num_workers=1)
+        self.loader = DataLoader(data, per_batch, collate_fn=planner.collate, num_workers=1)
 
     def __iter__(self) -> Iterator[dict[str, object]]:
         for planned in self.loader:
@@ -47,19 +47,15 @@ class DistcaTrainer(Trainer):
     def _prepare_inputs(self, inputs):
         return inputs  # On the device already; the batch's handle has to stay on the CPU.
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # The ranks' losses add up to the mean, and DistributedDataParallel averages gradients.
-        outputs = model(**inputs)
-        loss = outputs.loss * self.args.world_size
-        return (loss, outputs) if return_outputs else loss
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         flags = {"max_steps": args.steps, "learning_rate": 1e-3, "logging_steps": 1}
+        flags |= {"gradient_accumulation_steps": args.accumulate}
         given = TrainingArguments(
             folder, use_cpu=not torch.cuda.is_available(), report_to=[], **flags
         )
@@ -68,9 +64,10 @@ def main() -> None:
         sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512}
         config = LlamaConfig(**sizes)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
-        planner = Planner(**hugging_face.heads_of(config, model.dtype), device=given.device)
-        data = Batches(planner, documents(8 * args.steps, config.vocab_size), per_batch=8)
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="distca")
+        planner = Planner(**hugging_face.planner_arguments(config, dtype), device=given.device)
+        data = Batches(planner, documents(8 * args.steps, config.vocab_size), 8 // args.accumulate)
         DistcaTrainer(model, given, train_dataset=data).train()
         if dist.get_rank() == 0:
             print({phase: f"{sent / 1e6:.1f} MB" for phase, sent in planner.bytes_sent.items()})

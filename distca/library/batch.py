@@ -13,7 +13,7 @@ from distca.library.documents import IGNORED, Document
 from distca.plan import Placement, Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """A micro-batch of the group's ranks, with this rank's tokens.
 
@@ -23,24 +23,26 @@ class Batch:
     Attributes:
         tokens: token ids of this rank, int64 `[rows]`.
         positions: position of each in its document, int64 `[rows]`.
-        labels: id that each predicts, or `IGNORED`, int64 `[rows]`.
-        num_targets: labels on all ranks together that are not `IGNORED`. A loss that is summed over
-            this rank's labels and divided by it adds up to the mean over the group's ranks.
-        handle: names the batch in `core_attention`, int64 `[2]`, on the CPU.
+        targets: the correct next token of each, or `IGNORED`, int64 `[rows]`. A token's target is
+            on its rank; the next token itself may be on another.
+        num_targets: targets of all ranks that are not `IGNORED`. Sum the loss over this rank's
+            targets and divide it by this number: the losses of all ranks add up to the mean.
+        handle: names the batch in `core_attention`. It is a number, so that nothing moves it to
+            another device.
         plans: a plan for each mask, the same on all ranks.
         group: ranks that share the micro-batch.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    labels: torch.Tensor
+    targets: torch.Tensor
     num_targets: int
-    handle: torch.Tensor
+    handle: int
     plans: tuple[Plan, ...]
     group: dist.ProcessGroup | None = None
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Returns values of all tokens by document, on all ranks. Collective; not differentiable.
+        """Puts the values of all ranks together, by document. Collective; it has no gradient.
 
         Args:
             values: a value, or a row of values, for each token of this rank, `[rows, …]`; the same
@@ -77,17 +79,17 @@ class Batch:
 def rows_of_rank(
     documents: Sequence[Document], placement: Placement, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the tokens, positions and labels of a rank, int64 `[rows]` each, on the CPU."""
+    """Returns the tokens, positions and targets of a rank, int64 `[rows]` each, on the CPU."""
     mine = placement.of_rank(rank)
     none = torch.zeros(0, dtype=torch.int64)
-    tokens, positions, labels = [none], [none], [none]
+    tokens, positions, targets = [none], [none], [none]
     for document, start, end in zip(mine.document, mine.start, mine.end, strict=True):
         tokens.append(documents[document].tokens[start:end])
-        labels.append(documents[document].targets[start:end])
+        targets.append(documents[document].next_tokens[start:end])
         positions.append(torch.from_numpy(np.arange(start, end, dtype=np.int64)))
-    return torch.cat(tokens), torch.cat(positions), torch.cat(labels)
+    return torch.cat(tokens), torch.cat(positions), torch.cat(targets)
 
 
 def count_targets(documents: Sequence[Document]) -> int:
-    """Counts the labels of documents that are not `IGNORED`."""
-    return sum(int((each.targets != IGNORED).sum()) for each in documents)
+    """Counts the targets of documents that are not `IGNORED`."""
+    return sum(int((each.next_tokens != IGNORED).sum()) for each in documents)

@@ -2,7 +2,7 @@
 
     register()
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="distca")
-    planner = Planner(**heads_of(model.config, torch.bfloat16))
+    planner = Planner(**planner_arguments(model.config, torch.bfloat16))
     batch = planner.place(documents)
     loss = model(**inputs_of(batch)).loss
     loss.backward()
@@ -21,7 +21,6 @@ import torch
 from distca.cost.volume import AttentionShape
 from distca.library.batch import Batch
 from distca.library.operation import core_attention
-from distca.library.planner import find_planner
 from distca.plan import Mask
 
 IMPLEMENTATION = "distca"
@@ -32,23 +31,31 @@ def register() -> None:
     """Makes `attn_implementation="distca"` known to transformers.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or older than 5.
     """
+    import transformers
     from transformers import AttentionInterface
 
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ImportError(
+            f"transformers {transformers.__version__} is too old: pip install 'transformers>=5'"
+        )
     AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
-def heads_of(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """Returns what `Planner` must know of a model: `shape`, `masks` and `softcap`.
 
     Args:
-        config: configuration of the model, or of its text part.
-        dtype: dtype of queries, keys and values.
+        config: configuration of a decoder.
+        dtype: dtype of queries, keys and values. Under autocast, and with a mixed-precision policy
+            of FSDP, it is not that of the weights.
 
     Raises:
-        ValueError: some of its layers have masks that plans do not express.
+        ValueError: the model has layers, masks or rotary embeddings that cannot be shared.
     """
+    config = config.get_text_config()
+    _refuse_models(config)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -57,6 +64,27 @@ def heads_of(config: Any, dtype: torch.dtype) -> dict[str, Any]:
         "masks": _masks_of(config),
         "softcap": getattr(config, "attn_logit_softcapping", None),
     }
+
+
+def _refuse_models(config: Any) -> None:
+    """Refuses models whose answers would be silently wrong.
+
+    Raises:
+        ValueError: the model is one of these.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    for kind in kinds:
+        name = kind.get("rope_type", kind.get("type", "default"))
+        if name in ("longrope", "dynamic"):
+            raise ValueError(
+                f"rotary embeddings of the type {name} depend on the longest position of a rank, "
+                "and ranks have parts of documents: use another model"
+            )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError("latent attention (MLA) is not supported here: use another model")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{config.model_type} is no decoder: use another model")
 
 
 def _masks_of(config: Any) -> tuple[Mask, ...]:
@@ -81,14 +109,15 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
 
     The loss that the model then returns is divided by the targets of all ranks.
     """
-    labels = batch.labels[None]
+    targets = batch.targets[None]
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.positions[None],
-        # The targets of tokens are on this rank, the tokens that they are may not be.
-        "labels": labels,
-        "shift_labels": labels,
-        "num_items_in_batch": batch.num_targets,
+        # The model would shift labels, but the next token may be on another rank.
+        "labels": targets,
+        "shift_labels": targets,
+        # A micro-batch may be all prompt.
+        "num_items_in_batch": max(batch.num_targets, 1),
         "use_cache": False,
         IMPLEMENTATION: batch.handle,
     }
@@ -105,7 +134,8 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    distca: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    distca: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Core attention of a layer, as transformers call it.
@@ -121,6 +151,7 @@ def _attend(
         sliding_window: keys that a query sees, with its own; None: all before it.
         softcap: bound of the scores; None: there is none.
         s_aux: the sink of each head; None: there is none.
+        is_causal: not False.
         distca: handle of the batch.
 
     Returns:
@@ -137,9 +168,11 @@ def _attend(
         raise ValueError("give documents without padding or mask: call with `inputs_of(batch)`")
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not supported: set it to 0")
-    if not torch.compiler.is_compiling():
-        find_planner(int(distca[0])).check_softcap(softcap)
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ValueError("a layer's attention is not causal: only causal attention is shared")
     mask = Mask() if sliding_window is None else Mask(window_left=sliding_window - 1)
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    out = core_attention(q, k, v, distca, mask=mask, scale=scaling, sink_H=s_aux)
+    # Under autocast rotary embeddings give queries and keys in float32.
+    q, k, v = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
+    more = {"scale": scaling, "sink_H": s_aux, "softcap": softcap or 0.0}
+    out = core_attention(q, k, v, distca, mask=mask, **more)
     return out[None], None

@@ -17,6 +17,8 @@ from distca.plan import Mask
 from distca.runtime import AttentionCall, Exchange
 
 _CAUSAL = Mask()
+_UNKNOWN = -1.0
+"""Number in place of a soft cap that is not compared."""
 _NONE = -1
 """Number in place of a window or of chunks that a mask does not have."""
 
@@ -25,17 +27,18 @@ def core_attention(
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
-    batch: Batch | torch.Tensor,
+    batch: Batch | int,
     *,
     mask: Mask = _CAUSAL,
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Computes softmax(QKᵀ)V of this rank's tokens over their documents. Collective.
 
-    All ranks of the planner's group call it equally often and in one order, in the backward pass,
-    too: every layer for every batch, also on a rank without tokens. Where only some ranks need
-    gradients, give none of them `torch.no_grad()`.
+    Every rank of the planner's group must call it for every layer, in the same order. This also
+    holds in evaluation, and for a rank without tokens. Use `torch.no_grad()` on all ranks or on
+    none.
 
     Args:
         q_THD: queries, `[rows, heads, head_dim]`, of the dtype that the planner's shape has.
@@ -46,33 +49,37 @@ def core_attention(
         scale: factor of the scores; None: `head_dim ** -0.5`.
         sink_H: one more logit of each head, which has no value, `[heads]`, as in GPT-OSS; None:
             there is none.
+        softcap: the soft cap that the layer has, 0.0 for none, which must be the planner's; None:
+            it is not compared.
 
     Returns:
         The output, `[rows, heads, v_head_dim]`.
 
     Raises:
         ValueError: a tensor has another shape or dtype than the batch or the planner, the planner
-            has no such mask, or the batch is no longer remembered.
+            has no such mask or soft cap, or the batch is gone.
     """
     handle = batch.handle if isinstance(batch, Batch) else batch
     if scale is None:
         scale = float(q_THD.shape[-1]) ** -0.5
     window = _NONE if mask.window_left is None else mask.window_left
     chunk = _NONE if mask.attention_chunk is None else mask.attention_chunk
-    out, _ = _forward(q_THD, k_THD, v_THD, sink_H, handle, window, chunk, scale)
+    cap = _UNKNOWN if softcap is None else softcap
+    out, _ = _forward(q_THD, k_THD, v_THD, sink_H, handle, window, chunk, scale, cap)
     return out
 
 
 def _call_of(
-    handle: torch.Tensor, window: int, chunk: int, scale: float
+    handle: int, window: int, chunk: int, scale: float
 ) -> tuple[Planner, AttentionCall, Exchange]:
-    planner_number, batch_number = handle.tolist()
-    planner = find_planner(planner_number)
+    planner, number = find_planner(handle)
     mask = Mask(None if window == _NONE else window, None if chunk == _NONE else chunk)
-    return planner, *planner.call(batch_number, mask, scale)
+    return planner, *planner.call(number, mask, scale)
 
 
-def _check(planner: Planner, exchange: Exchange, **rows: torch.Tensor) -> None:
+def _check(
+    planner: Planner, exchange: Exchange, sink: torch.Tensor | None, **rows: torch.Tensor
+) -> None:
     """Checks the tensors of a call.
 
     Raises:
@@ -90,11 +97,14 @@ def _check(planner: Planner, exchange: Exchange, **rows: torch.Tensor) -> None:
                 f"{name} is {list(tensor.shape)}, but the batch and the planner's shape have "
                 f"{list(expected[name])}"
             )
-        if tensor.dtype.itemsize != shape.dtype_bytes or tensor.dtype != rows["q"].dtype:
+        wrong = tensor.dtype.itemsize != shape.dtype_bytes or not tensor.is_floating_point()
+        if wrong or tensor.dtype != rows["q"].dtype:
             raise ValueError(
                 f"{name} is {tensor.dtype}: q, k and v need one dtype of {shape.dtype_bytes} bytes "
                 "an element, as the planner's shape says"
             )
+    if sink is not None and tuple(sink.shape) != (shape.heads,):
+        raise ValueError(f"the sink is {list(sink.shape)}, but there are {shape.heads} heads")
 
 
 @torch.library.custom_op("distca::core_attention", mutates_args=())
@@ -103,14 +113,17 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    handle: torch.Tensor,
+    handle: int,
     window: int,
     chunk: int,
     scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, and the LSE, `[rows, heads]`, float32."""
     planner, call, exchange = _call_of(handle, window, chunk, scale)
-    _check(planner, exchange, q=q, k=k, v=v)
+    _check(planner, exchange, sink, q=q, k=k, v=v)
+    if softcap != _UNKNOWN:
+        planner.check_softcap(softcap)
     call.dispatch(q.contiguous(), k.contiguous(), v.contiguous())
     call.compute()
     call.combine(sink)
@@ -123,10 +136,11 @@ def _(
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    handle: torch.Tensor,
+    handle: int,
     window: int,
     chunk: int,
     scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -141,10 +155,11 @@ def _backward(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    handle: torch.Tensor,
+    handle: int,
     window: int,
     chunk: int,
     scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of queries, keys, values and sink; an empty one where there is none."""
     _, call, _ = _call_of(handle, window, chunk, scale)
@@ -164,24 +179,25 @@ def _(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    handle: torch.Tensor,
+    handle: int,
     window: int,
     chunk: int,
     scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, sink, handle, *ctx.layer = inputs
-    ctx.save_for_backward(q, k, v, sink, *output, handle)
+    q, k, v, sink, *ctx.layer = inputs
+    ctx.save_for_backward(q, k, v, sink, *output)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    q, k, v, sink, out, lse, handle = ctx.saved_tensors
-    dq, dk, dv, of_sink = _backward(dout, q, k, v, sink, out, lse, handle, *ctx.layer)
-    return dq, dk, dv, None if sink is None else of_sink, None, None, None, None
+    q, k, v, sink, out, lse = ctx.saved_tensors
+    dq, dk, dv, of_sink = _backward(dout, q, k, v, sink, out, lse, *ctx.layer)
+    return dq, dk, dv, None if sink is None else of_sink, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

@@ -17,7 +17,7 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape
 from distca.library.batch import Batch, count_targets, rows_of_rank
-from distca.library.documents import Document
+from distca.library.documents import Document, digest
 from distca.library.plans import PlanDocuments, PlannedDocuments
 from distca.plan import BLOCK, Mask
 from distca.runtime import AttentionCall, AttentionTimes, Buffers, EventCursor, Exchange, Trace
@@ -26,6 +26,8 @@ from distca.runtime.exchange import build_exchange
 from distca.schedule import ScheduleConfig
 from distca.schedule.schedulers import SCHEDULERS
 from distca.transport import CollectiveTransport, new_exchange_group
+
+_CAUSAL = Mask()
 
 
 class Planner:
@@ -37,16 +39,17 @@ class Planner:
     Args:
         shape: attention heads of a rank, and bytes of an element of queries, keys and values.
         group: ranks that share micro-batches; None: all ranks of the job.
-        masks: masks of the model's layers, the one that sees most first.
+        masks: masks of the model's layers, the widest first: its plan decides where tokens go. A
+            window of transformers' `sliding_window=w` is `Mask(window_left=w - 1)`.
         softcap: bound of the attention scores, as in Gemma 2; None: there is none.
         scheduler: name of the scheduler, one of those of `--distca-scheduler`.
-        tolerance: part of the mean load by which a server's load may exceed it.
+        tolerance: a server may have this much more than the mean load; 0.1 is 10%.
         block: tokens in a kernel's block; cuts of documents fall on its multiples.
         cost_model: predicts kernels' seconds, by which loads are measured; None: loads are visible
             (query, key) pairs.
         device: device of the model; None: the current GPU, or the CPU where there is none.
-        remembered: number of batches, the last ones, that layers can use. All passes of a batch
-            must end before this many others are placed after it.
+        max_live_batches: how many batches the planner keeps. Finish a batch's backward pass before
+            you place this many more.
 
     Attributes:
         bytes_sent: bytes that this rank has sent so far, by phase.
@@ -61,14 +64,14 @@ class Planner:
         shape: AttentionShape,
         group: dist.ProcessGroup | None = None,
         *,
-        masks: Sequence[Mask] = (Mask(),),
+        masks: Mask | Sequence[Mask] = _CAUSAL,
         softcap: float | None = None,
         scheduler: str = "tiles",
         tolerance: float = 0.1,
         block: int = BLOCK,
         cost_model: CostModel | None = None,
-        device: torch.device | None = None,
-        remembered: int = 64,
+        device: torch.device | str | None = None,
+        max_live_batches: int = 8,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -77,15 +80,27 @@ class Planner:
             )
         if scheduler not in SCHEDULERS:
             raise ValueError(f"no scheduler {scheduler!r}: choose from {', '.join(SCHEDULERS)}")
+        masks = (masks,) if isinstance(masks, Mask) else tuple(masks)
         if not masks or len(set(masks)) < len(masks):
             raise ValueError("masks has none, or one twice: give each mask of the layers once")
-        if remembered < 1:
-            raise ValueError(f"remembered is {remembered}: give at least 1 batch")
+        if max_live_batches < 1:
+            raise ValueError(f"max_live_batches is {max_live_batches}: give at least 1")
         if device is None:
-            device = torch.device("cpu")
-            if torch.cuda.is_available():
-                device = torch.device("cuda", torch.cuda.current_device())
-        self.shape, self.masks, self.device = shape, tuple(masks), device
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if shape.dtype_bytes not in (2, 4):
+            raise ValueError(
+                f"the shape has {shape.dtype_bytes} bytes an element: give 2 for bfloat16 and "
+                "float16, or 4 for float32"
+            )
+        if device.type == "cuda" and shape.dtype_bytes != 2:
+            raise ValueError(
+                f"the shape has {shape.dtype_bytes} bytes an element, but kernels of GPUs compute "
+                "in bfloat16 and float16 only: give 2, and queries, keys and values of that dtype"
+            )
+        self.shape, self.masks, self.device = shape, masks, device
         self._group, self._kernel = group, _select_kernel(shape, softcap, device)
         self._softcap = softcap
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -98,16 +113,16 @@ class Planner:
         self._plan = PlanDocuments(scheduler, config, self.masks, len(ranks))
         # This rank's part of each batch's plans, one for each mask.
         self._placed: OrderedDict[int, tuple[Exchange, ...]] = OrderedDict()
-        self._remembered, self._batches = remembered, itertools.count()
+        self._max_live, self._batches = max_live_batches, itertools.count()
         self._number = next(_NUMBERS)
         _PLANNERS[self._number] = self
 
     @property
-    def plan(self) -> PlanDocuments:
-        """What plans micro-batches: a function that can be pickled, and needs no process group.
+    def collate(self) -> PlanDocuments:
+        """A function that plans a list of documents, for a data loader's `collate_fn`.
 
-        A data loader's workers plan ahead where it is their `collate_fn`. All ranks' loaders must
-        then yield the same documents.
+        It can be pickled and needs no process group, so that the loader's workers plan ahead. The
+        loaders of all ranks must yield the same documents in the same order.
         """
         return self._plan
 
@@ -116,49 +131,72 @@ class Planner:
         return dict(self._transport.bytes_sent)
 
     def place(self, documents: PlannedDocuments | Sequence[Document | torch.Tensor]) -> Batch:
-        """Places a micro-batch. Collective: all ranks place the same documents.
+        """Places a micro-batch. Collective: all ranks of the group place the same documents.
+
+        The ranks compare their documents in the first batches.
 
         Args:
-            documents: documents, or their tokens alone, int64 `[tokens]`; or what `plan` made of
+            documents: documents, or their tokens alone, int64 `[tokens]`; or what `collate` made of
                 them before.
 
         Returns:
             This rank's tokens. It may have none where there are fewer tokens than ranks.
 
         Raises:
-            ValueError: see `Document`; or the plans are of another number of ranks or masks.
+            ValueError: see `Document`; the plans are of another number of ranks or masks; or, in
+                the first batches, the ranks' documents differ.
         """
+        find_planner(self._number * _BATCHES)
         made = documents if isinstance(documents, PlannedDocuments) else self._plan(documents)
         transport, rank = self._transport, self._transport.rank
         of_masks = tuple(plan.mask for plan in made.plans)
         if made.plans[0].world_size != transport.world_size or of_masks != self.masks:
             raise ValueError(
                 f"the plans are of {made.plans[0].world_size} ranks and the masks {of_masks}, the "
-                f"planner of {transport.world_size} and {self.masks}: plan with `planner.plan`"
+                f"planner of {transport.world_size} and {self.masks}: plan with `planner.collate`"
             )
+        number = next(self._batches)
+        if number < _COMPARED:
+            self._compare(made.documents)
         needed = CoreAttentionMemory()
         for plan in made.plans:
             needed = needed.union(plan_memory(plan, self.shape))
         self._buffers.reserve(needed, transport)
-        number = next(self._batches)
         exchanges = tuple(build_exchange(plan, rank) for plan in made.plans)
         if self.device.type != "cpu":
             # Of its own memory, since several batches may be under way.
             exchanges = tuple(each.map_indices(self._to_device) for each in exchanges)
         self._placed[number] = exchanges
-        while len(self._placed) > self._remembered:
+        while len(self._placed) > self._max_live:
             self._placed.popitem(last=False)
         rows = rows_of_rank(made.documents, made.plans[0].placement, rank)
-        tokens, positions, labels = (self._to_device(each) for each in rows)
+        tokens, positions, targets = (self._to_device(each) for each in rows)
         return Batch(
             tokens,
             positions,
-            labels,
+            targets,
             count_targets(made.documents),
-            torch.tensor([self._number, number]),
+            self._number * _BATCHES + number,
             made.plans,
             self._group,
         )
+
+    def _compare(self, documents: Sequence[Document]) -> None:
+        """Compares the documents of all ranks. Collective.
+
+        Raises:
+            ValueError: they differ; on all ranks.
+        """
+        mine = torch.tensor([digest(documents)], device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self._transport.world_size)]
+        dist.all_gather(found, mine, self._group)
+        numbers = torch.cat(found).tolist()
+        others = [rank for rank, each in enumerate(numbers) if each != numbers[0]]
+        if others:
+            raise ValueError(
+                f"rank {others[0]} places other documents than rank 0: read the same ones on all "
+                "ranks (a data loader that shuffles needs the same seed), or use share_documents"
+            )
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -177,13 +215,13 @@ class Planner:
             The call, and this rank's part of its plan.
 
         Raises:
-            ValueError: the batch is no longer remembered, or no plan has the mask.
+            ValueError: the batch is gone, or no plan has the mask.
         """
         placed = self._placed.get(number)
         if placed is None:
             raise ValueError(
-                f"batch {number} is no longer remembered, since {self._remembered} were placed "
-                "after it: make the planner with a larger `remembered`"
+                f"batch {number} is gone, since {self._max_live} were placed after it: make the "
+                "planner with a larger max_live_batches"
             )
         if mask not in self.masks:
             raise ValueError(f"a layer has {mask}, but the planner {self.masks}: give it as a mask")
@@ -200,16 +238,19 @@ class Planner:
         )
         return AttentionCall(resources, EventCursor([exchange]), 0, 0, scale, {}), exchange
 
-    def check_softcap(self, softcap: float | None) -> None:
+    def check_softcap(self, softcap: float) -> None:
         """Checks that a layer has the soft cap that the planner's kernel has.
+
+        Args:
+            softcap: bound of the layer's scores; 0.0: there is none.
 
         Raises:
             ValueError: it has another one.
         """
-        if softcap != self._softcap:
+        if (softcap or None) != self._softcap:
             raise ValueError(
-                f"a layer has the soft cap {softcap}, but the planner {self._softcap}: give it as "
-                "`softcap`"
+                f"a layer has the soft cap {softcap or None}, but the planner {self._softcap}: "
+                "give it as `softcap`"
             )
 
     def close(self) -> None:
@@ -219,22 +260,28 @@ class Planner:
         self._transport.close()
 
 
+_BATCHES = 2**40
+"""A handle is the planner's number times this, plus the batch's number."""
+_COMPARED = 8
+"""Batches in which ranks compare their documents. A comparison waits for the device."""
+
 # torch's operations take tensors and numbers alone, so that a batch's handle has to name its
 # planner. An entry ends with its planner.
 _PLANNERS: weakref.WeakValueDictionary[int, Planner] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def find_planner(number: int) -> Planner:
-    """Returns the planner that a batch's handle names.
+def find_planner(handle: int) -> tuple[Planner, int]:
+    """Returns the planner that a handle names, and the batch's number there.
 
     Raises:
-        ValueError: it was closed, or is gone.
+        ValueError: the planner was closed, or is gone.
     """
+    number, batch = divmod(handle, _BATCHES)
     planner = _PLANNERS.get(number)
     if planner is None:
         raise ValueError("the batch's planner is gone: keep it as long as its batches are used")
-    return planner
+    return planner, batch
 
 
 def _select_kernel(shape: AttentionShape, softcap: float | None, device: torch.device) -> Kernel:

@@ -15,10 +15,11 @@ pytest.importorskip("transformers")
 STEPS = 2
 
 
-def losses(example: str, ranks: int) -> list[float]:
+def losses(example: str, ranks: int, *more: str) -> list[float]:
     """The losses that an example prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), f"examples/{example}.py", "--steps", str(STEPS)]
+    command += more
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"(?:'loss': '|: loss )(\d\.\d+)", done.stdout)]
@@ -32,7 +33,7 @@ def test_fully_sharded() -> None:
 
 def test_trainer() -> None:
     pytest.importorskip("accelerate")
-    # It prints four digits.
-    assert losses("transformers_trainer", 2) == pytest.approx(
-        losses("transformers_fsdp", 2), abs=1e-3
-    )
+    # It prints four digits. Two micro-batches of a step have the documents of one.
+    for more in ((), ("--accumulate", "2")):
+        found = losses("transformers_trainer", 2, *more)
+        assert found == pytest.approx(losses("transformers_fsdp", 1), abs=1e-3)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
 import pytest
 import torch
 
-from distca.library import AttentionShape, Mask, Planner
+from distca.library import IGNORED, AttentionShape, Document, Mask, Planner
 from support.library_loops import attend, attend_alone, compile_a_layer, refuse
 
 GROUPED, EQUAL = AttentionShape(4, 2, 16, 4), AttentionShape(3, 3, 8, 4)
@@ -68,6 +69,15 @@ def test_bfloat16_is_as_near_as_its_rounding(ranks: Any) -> None:
             assert float((mine.double() - other).norm() / other.norm()) < 0.01
 
 
+def test_groups_of_ranks_share_documents_each_for_itself(ranks: Any) -> None:
+    out, gradients, _ = attend_alone(LONG, GROUPED, Mask(), False, None)
+    given = LONG, GROUPED, Mask(), "tiles", False, None, torch.float32
+    for rank in ranks.run(attend, *given, 2, world_size=4):
+        assert rank.bytes_counted
+        for mine, other in ((rank.out, out), *zip(rank.gradients, gradients, strict=True)):
+            torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=5e-6)
+
+
 def test_compiles_without_a_break(ranks: Any) -> None:
     for eager, compiled in ranks.run(compile_a_layer, LONG, world_size=2):
         for mine, other in zip(compiled, eager, strict=True):
@@ -78,8 +88,17 @@ REFUSED = {
     "rows": r"q is \[\d+, 4, 16\], but the batch and the planner's shape have \[\d+, 4, 16\]",
     "heads": r"k is \[\d+, 4, 16\], but the batch and the planner's shape have \[\d+, 2, 16\]",
     "dtype": "v is torch.float64: q, k and v need one dtype of 4 bytes",
+    "integers": "q is torch.int32: q, k and v need one dtype of 4 bytes",
+    "bytes": "the shape has 8 bytes an element: give 2",
+    "sink": r"the sink is \[3\], but there are 4 heads",
+    "list": "a document's tokens are a list: give a tensor",
+    "place after close": "the batch's planner is gone",
+    "rotary": "rotary embeddings of the type dynamic",
+    "encoder": "t5 is no decoder",
+    "latents": r"latent attention \(MLA\) is not supported",
+    "chunks": "layers of the kind chunked_attention are not supported",
     "mask": r"a layer has Mask\(window_left=5, .*\), but the planner \(Mask",
-    "forgotten": "batch 0 is no longer remembered, since 1 were placed after it",
+    "forgotten": "batch 0 is gone, since 1 were placed after it",
     "closed": "the batch's planner is gone",
     "plans": r"the plans are of 3 ranks and the masks .*, the planner of 2",
     "scheduler": "no scheduler 'tile': choose from",
@@ -87,7 +106,11 @@ REFUSED = {
     "softcap": "softcap is -1.0: give a positive bound",
     "none": "there are no documents",
     "empty": "a document has no tokens",
-    "labels": "a document has 5 tokens, but 4 labels",
+    "targets": "a document has 5 tokens, but 4 targets",
+    "labels": "a document's targets are its own tokens",
+    "other documents": "rank 1 places other documents than rank 0",
+    "own documents": "rank 0: a document has no tokens",
+    "not causal": "a layer's attention is not causal",
     "floats": r"a document's tokens are torch.float32 \[5\]",
     "values": r"3 values are given for \d+ tokens of this rank",
     "no batch": "needs a batch: call the model with `inputs_of",
@@ -106,3 +129,17 @@ def test_mistakes_are_refused_on_every_rank(ranks: Any) -> None:
 def test_without_a_process_group_it_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         Planner(GROUPED)
+
+
+def test_a_slice_of_a_corpus_does_not_carry_it() -> None:
+    corpus = torch.arange(1_000_000)
+    document = Document(corpus[10:20], corpus[11:21])
+    assert len(pickle.dumps(document)) < 2000
+    assert document.tokens.tolist() == list(range(10, 20))
+
+
+def test_labels_of_transformers_are_shifted() -> None:
+    tokens = torch.tensor([5, 6, 7, 8])
+    labels = torch.tensor([IGNORED, IGNORED, 7, 8])
+    assert Document.from_labels(tokens, labels).next_tokens.tolist() == [IGNORED, 7, 8, IGNORED]
+    assert Document(tokens).next_tokens.tolist() == [6, 7, 8, IGNORED]

@@ -76,13 +76,21 @@ def attend(
     sink: bool,
     softcap: float | None,
     dtype: torch.dtype,
+    groups: int = 1,
 ) -> Attended:
-    """Core attention of documents on this rank; what it returns is of all tokens."""
+    """Core attention of documents on this rank; what it returns is of all tokens.
+
+    With several groups each does the same by itself.
+    """
+    group = None
+    if groups > 1:
+        group, _ = dist.new_subgroups(dist.get_world_size() // groups)
+    rank = dist.get_rank(group)
     masks = [Mask()] if mask == Mask() else [Mask(), mask]
-    planner = Planner(shape, masks=masks, scheduler=scheduler, softcap=softcap, block=BLOCK)
+    planner = Planner(shape, group, masks=masks, scheduler=scheduler, softcap=softcap, block=BLOCK)
     batch = planner.place(documents(0, lengths))
     *rows, sinks = inputs_of_attention(sum(lengths), shape, sink, dtype)
-    mine = batch.plans[0].placement.of_rank(dist.get_rank())
+    mine = batch.plans[0].placement.of_rank(rank)
     before = np.cumsum([0, *lengths])
     index = [
         torch.arange(before[document] + start, before[document] + end)
@@ -96,11 +104,11 @@ def attend(
     out = core_attention(q, k, v, batch, mask=mask, sink_H=sink_H)
     out.backward(dout)
     if sink_H is not None:
-        dist.all_reduce(sink_H.grad)
+        dist.all_reduce(sink_H.grad, group=group)
     gathered = [torch.cat(batch.gather(each)) for each in (out, q.grad, k.grad, v.grad)]
     of_mask = batch.plans[masks.index(mask)]
     planned = plan_bytes(of_mask, shape).messages
-    sent = {phase: int(each.sent()[dist.get_rank()]) for phase, each in planned.items()}
+    sent = {phase: int(each.sent()[rank]) for phase, each in planned.items()}
     found = Attended(
         gathered[0],
         tuple(gathered[1:]),
@@ -159,7 +167,7 @@ def compile_a_layer(lengths: Sequence[int]) -> tuple[list[torch.Tensor], list[to
     hidden = torch.randn(len(batch.tokens), 32)
     weight = torch.randn(32, 32, requires_grad=True)
 
-    def layer(rows: torch.Tensor, weight: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    def layer(rows: torch.Tensor, weight: torch.Tensor, handle: int) -> torch.Tensor:
         mixed = (rows @ weight).unflatten(1, (4, 8))
         q, k, v = mixed.split([2, 1, 1], 1)
         return core_attention(q, k, v, handle).sin()
@@ -179,7 +187,7 @@ def compile_a_layer(lengths: Sequence[int]) -> tuple[list[torch.Tensor], list[to
 def refuse(names: Sequence[str]) -> dict[str, str]:
     """What is said of mistakes, by their names."""
     shape = AttentionShape(4, 2, 16, 4)
-    planner = Planner(shape, block=BLOCK, remembered=1)
+    planner = Planner(shape, block=BLOCK, max_live_batches=1)
     batch = planner.place(documents(0, (40, 30)))
     rows = len(batch.tokens)
     tokens = torch.arange(5)
@@ -187,13 +195,24 @@ def refuse(names: Sequence[str]) -> dict[str, str]:
     closed = Planner(shape, block=BLOCK)
     of_closed = closed.place(documents(0, (40, 30)))
     closed.close()
-    of_three = replace(planner.plan, ranks=3)([tokens])
+    closed_again = Planner(shape, block=BLOCK)
+    of_three = replace(planner.collate, ranks=3)([tokens])
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
     module, whole = torch.nn.Identity(), (q.transpose(0, 1)[None], *[k.transpose(0, 1)[None]] * 2)
     handle = {"distca": batch.handle}
     mistakes: dict[str, Callable[[], object]] = {
         "rows": lambda: core_attention(q[1:], k, k, batch),
         "heads": lambda: core_attention(q, q, k, batch),
         "dtype": lambda: core_attention(q, k, k.double(), batch),
+        "integers": lambda: core_attention(q.int(), k.int(), k.int(), batch),
+        "bytes": lambda: Planner(AttentionShape(4, 2, 16, 8)),
+        "sink": lambda: core_attention(q, k, k, batch, sink_H=torch.zeros(3)),
+        "list": lambda: planner.place([[1, 2]]),  # type: ignore[list-item]
+        "place after close": lambda: closed.place(documents(0, (40, 30))),
+        "rotary": lambda: hf.planner_arguments(config("llama", **dynamic), torch.float32),
+        "encoder": lambda: hf.planner_arguments(config("t5"), torch.float32),
+        "latents": lambda: hf.planner_arguments(config("deepseek_v3"), torch.float32),
+        "chunks": lambda: hf.planner_arguments(config("llama4_text"), torch.float32),
         "mask": lambda: core_attention(q, k, k, batch, mask=Mask(window_left=5)),
         "closed": lambda: core_attention(q, k, k, of_closed),
         "plans": lambda: planner.place(of_three),
@@ -202,12 +221,16 @@ def refuse(names: Sequence[str]) -> dict[str, str]:
         "softcap": lambda: Planner(shape, softcap=-1.0),
         "none": lambda: planner.place([]),
         "empty": lambda: planner.place([tokens[:0]]),
-        "labels": lambda: Document(tokens, tokens[:4]),
+        "targets": lambda: Document(tokens, tokens[:4]),
+        "labels": lambda: Document(tokens, tokens),
+        "other documents": lambda: closed_again.place(documents(dist.get_rank(), (40, 30))),
+        "own documents": lambda: share_documents([tokens[: 5 * dist.get_rank()]]),
         "floats": lambda: Document(tokens.float()),
         "values": lambda: batch.gather(torch.zeros(3)),
         "no batch": lambda: hf._attend(module, *whole, None),
         "padding": lambda: hf._attend(module, *whole, torch.ones(1), **handle),
         "dropout": lambda: hf._attend(module, *whole, None, dropout=0.1, **handle),
+        "not causal": lambda: hf._attend(module, *whole, None, is_causal=False, **handle),
         "other softcap": lambda: hf._attend(module, *whole, None, softcap=30.0, **handle),
     }
     found = {name: _message(mistake) for name, mistake in mistakes.items()}
@@ -215,6 +238,13 @@ def refuse(names: Sequence[str]) -> dict[str, str]:
     found["forgotten"] = _message(lambda: core_attention(q, k, k, batch))
     planner.close()
     return {name: found[name] for name in names}
+
+
+def config(family: str, **values: Any) -> Any:
+    """Makes a configuration of transformers."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **values)
 
 
 def _message(mistake: Callable[[], object]) -> str:
@@ -267,12 +297,14 @@ class Steps:
 
 def step_alone(model: Any, batches: Sequence[Sequence[Document]], steps: Steps) -> None:
     """A step of plain gradient descent in one process, document by document."""
-    count = sum(int((d.targets != -100).sum()) for each in batches for d in each)
+    count = sum(int((d.next_tokens != -100).sum()) for each in batches for d in each)
     model.zero_grad()
     total = 0.0
     for document in (document for each in batches for document in each):
         logits = model(input_ids=document.tokens[None]).logits[0]
-        loss = torch.nn.functional.cross_entropy(logits, document.targets, reduction="sum") / count
+        loss = (
+            torch.nn.functional.cross_entropy(logits, document.next_tokens, reduction="sum") / count
+        )
         loss.backward()
         total += loss.item()
     steps.losses.append(total)
@@ -293,9 +325,9 @@ def batches_of(step: int, accumulated: int, labelled: bool) -> list[list[Documen
     if labelled:
         for each in found:
             for number, document in enumerate(each):
-                labels = document.targets.clone()
-                labels[: len(labels) // 2] = -100
-                each[number] = Document(document.tokens, labels)
+                targets = document.next_tokens.clone()
+                targets[: len(targets) // 2] = -100
+                each[number] = Document(document.tokens, targets)
     return found
 
 
@@ -320,7 +352,7 @@ def train_together(
     hf.register()
     model, steps = make_model(family, hf.IMPLEMENTATION), Steps()
     model.train()
-    heads = hf.heads_of(model.config, torch.float32)
+    heads = hf.planner_arguments(model.config, torch.float32)
     planner = Planner(**heads, scheduler=scheduler, block=BLOCK)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -339,7 +371,7 @@ def train_together(
             if own_documents:
                 share = -(-len(each) // world)
                 given = share_documents(each[rank * share : (rank + 1) * share])
-            batches.append(planner.place(planner.plan(given)))
+            batches.append(planner.place(planner.collate(given)))
         placed += batches
         count = sum(batch.num_targets for batch in batches)
         # All forward passes come first, as in a pipeline.
