@@ -59,7 +59,7 @@ class Document:
         counts = self.targets != IGNORED
         same = bool((self.targets == self.tokens)[counts].all())
         # A document of one token over and over is its own target.
-        if same and counts.any() and len(self.tokens[counts].unique()) > 1:
+        if same and counts.any() and len(torch.unique(self.tokens[counts])) > 1:
             raise ValueError(
                 "a document's targets are its own tokens: a target is the correct next token; use "
                 "Document.from_labels for labels that are not shifted"

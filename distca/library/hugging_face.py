@@ -173,6 +173,6 @@ def _attend(
     mask = Mask() if sliding_window is None else Mask(window_left=sliding_window - 1)
     # Under autocast rotary embeddings give queries and keys in float32.
     q, k, v = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
-    more = {"scale": scaling, "sink_H": s_aux, "softcap": softcap or 0.0}
-    out = core_attention(q, k, v, distca, mask=mask, **more)
+    cap = softcap or 0.0
+    out = core_attention(q, k, v, distca, mask=mask, scale=scaling, sink_H=s_aux, softcap=cap)
     return out[None], None

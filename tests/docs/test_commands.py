@@ -111,7 +111,7 @@ NOT_RUN = {
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",
-    r"python benchmarks/kernels/launches\.py .*": "reads history; test_launches.py has one",
+    r"python benchmarks/kernels/launches\.py .*": "reads history; test_launch_counts.py has one",
     r"python benchmarks/training/(throughput|more_ranks)\.py.*": "takes minutes",
     r"python benchmarks/cluster/(validate_simulator|dedicated)\.py .*": "takes minutes",
     r"python benchmarks/(cluster/claims|pages)\.py.*": "tests/benchmarks runs what it does",
