@@ -78,9 +78,9 @@ def _check_names_of_data(flags: Sequence[str]) -> None:
         parser.add_argument(f"--{split}data-path", nargs="*", default=[])
     # These name files of other kinds.
     for other in ("--sft", "--distca-documents"):
-        parser.add_argument(other, nargs="?", const=other)
+        parser.add_argument(other, dest="other", nargs="?", const=other)
     args, _ = parser.parse_known_args(flags)
-    if args.sft or args.distca_documents:
+    if args.other:
         return
     for words in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
         # Weights alternate with prefixes, or there are none. Object stores are read by others.

@@ -34,7 +34,8 @@ from distca.commands.verify.ranks import Tell, chosen, join_ranks, run_stages
 from distca.commands.verify.stage import Context, Found, Line
 from distca.inference import cuda_graphs
 from distca.inference.model_runner import ModelRunner
-from distca.runtime import server_kernels
+from distca.runtime.fused_rows import FusedRowKernels
+from distca.runtime.row_sources import MergedRows
 from distca.transport import collective
 
 
@@ -187,13 +188,16 @@ def a_dead_peer_is_waited_for() -> Iterator[None]:
 
 @fault("answers", ranks=2)
 def partial_results_are_merged_without_weights() -> Iterator[None]:
-    merge = server_kernels.merge_shared
+    merged = FusedRowKernels._merged
 
-    def unweighted(out: torch.Tensor, lse: torch.Tensor, *more: Any) -> None:
-        merge(out, lse.zero_(), *more)
+    def unweighted(self: FusedRowKernels, source: MergedRows, *more: Any) -> Any:
+        if source.merge is not None and source.merge.merges is not None:
+            _, lse = source.parts.tensors
+            lse.zero_()
+        return merged(self, source, *more)
 
     with (
-        mock.patch.object(server_kernels, "merge_shared", unweighted),
+        mock.patch.object(FusedRowKernels, "_merged", unweighted),
         mock.patch.object(answers, "FAMILIES", {"llama": "pass-kv"}),
     ):
         yield
