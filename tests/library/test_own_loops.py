@@ -6,8 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
-from support.library_loops import FAMILIES, Steps, train_alone, train_together
+from support.library_loops import FAMILIES, Steps, losses_by_dtype, train_alone, train_together
 
 pytest.importorskip("transformers")
 
@@ -66,3 +67,10 @@ def test_windows_soft_caps_and_sinks(ranks: Any, family: str) -> None:
     found = ranks.run(train_together, family, world_size=2)
     # Layers with two masks have two plans, whose bytes `test_library_attention.py` counts.
     check(found, alone(family, 1, False), one_mask=family == "mistral")
+
+
+def test_autocast(ranks: Any) -> None:
+    for found in ranks.run(losses_by_dtype, world_size=2):
+        (loss, gradient), (mixed, of_mixed) = found[torch.float32], found[torch.bfloat16]
+        assert mixed == pytest.approx(loss, rel=1e-3)
+        assert float((of_mixed - gradient).norm() / gradient.norm()) < 0.05

@@ -392,3 +392,22 @@ def train_together(
     steps.bytes_counted = counted(planner, placed, layers, 2 if checkpointing else 1)
     planner.close()
     return steps
+
+
+def losses_by_dtype() -> dict[torch.dtype, tuple[float, torch.Tensor]]:
+    """A micro-batch's loss and gradient of a weight in float32, and under autocast."""
+    hf.register()
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model("llama", hf.IMPLEMENTATION)
+        planner = Planner(**hf.planner_arguments(model.config, dtype), block=BLOCK)
+        batch = planner.place(documents(0))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = model(**hf.inputs_of(batch)).loss
+        loss.backward()
+        total, gradient = loss.detach().clone(), model.model.layers[0].self_attn.q_proj.weight.grad
+        for each in (total, gradient):
+            dist.all_reduce(each)
+        found[dtype] = float(total), gradient
+        planner.close()
+    return found
