@@ -95,9 +95,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         near = begun
     elif near and size is not None:
         # Of llama-8b and llama-70b the first is nearer to llama-7b.
-        alike = [each for each in near if _family(each) == _family(written)]
+        sizes = [each for each in near if _family(each) == _family(written)]
         near = (
-            sorted(alike, key=lambda each: abs(math.log((_billions(each) or 1e9) / size))) or near
+            sorted(sizes, key=lambda each: abs(math.log((_billions(each) or 1e9) / size))) or near
         )
     meant = f" (is {near[0]} meant?)" if near else ""
     return f"no {kind} {name!r}{meant}: choose from {', '.join(names)}"

@@ -37,7 +37,7 @@ _ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, 
 
 
 class LayerWatch(Protocol):
-    """What is told of a batch's layers as they run."""
+    """Callbacks for the layers of a batch as they run."""
 
     def begins(self, layer: int) -> None:
         """A layer's rows are about to be written: those of earlier tokens must be in the pool."""
@@ -64,7 +64,7 @@ class AttentionRunner:
 
     Attributes:
         pool: keys and values of this rank.
-        watch: what is told of the layers of the batches that begin from now on.
+        watch: callbacks for the batches that begin from now on.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class ForwardContext:
     Attributes:
         rows: this rank's new tokens of each part.
         labels: labels of the timeline's spans.
-        watch: what is told of the layers.
+        watch: callbacks for the layers.
         layers_run: layers whose attention has run.
     """
 

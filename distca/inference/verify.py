@@ -42,9 +42,9 @@ def compare(model: ServedModel, done: Sequence[RequestOutput], greedy: bool) -> 
     """Holds answers against one process's, which is fed the same tokens.
 
     In float32 logits have to be equal but for rounding, and greedy tokens equal. In bfloat16
-    logits may, on average, be no further from float32's than one process's in bfloat16 are, but for
-    what chance makes of so many tokens. Without experts no token's logits may be far further than
-    those of any token of one process: rounding may choose another expert.
+    logits may, on average, be no further from float32's than one process's in bfloat16 are; the
+    bound leaves room for chance. No token's logits may be much further than those of one process's
+    worst token. Models with experts are not held to this, since rounding may choose another expert.
 
     Args:
         model: model that answered.

@@ -15,7 +15,7 @@ from distca.prefill.inbox import RowForm
 
 
 class LayerRows:
-    """Rows of one layer and chunk, some of which have come.
+    """The rows of one layer and chunk that have arrived so far.
 
     Args:
         count: rows of the chunk.

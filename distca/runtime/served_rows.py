@@ -19,8 +19,8 @@ class ServedRows:
     Attributes:
         local: tensors of its own rows, which stay where their owner has them.
         received: rows that it received, side by side; None: nothing arrived.
-        latents: latents that arrived, of which the received rows are to be made
-            (`latent_rows.py`); None: rows arrive themselves, or none do.
+        latents: latents that arrived, from which `latent_rows.py` makes the received rows; None:
+            rows arrive themselves, or none do.
     """
 
     local: Sequence[torch.Tensor]

@@ -151,7 +151,7 @@ def extend_digests(
 
 
 class PrefixCache:
-    """The blocks of all ranks' pools, of which full ones can be found again.
+    """The blocks of all ranks' pools; full ones are found again by their content.
 
     A block is free, or referenced by sequences, or cached: held by the cache alone.
 

@@ -205,13 +205,13 @@ class StepEvent(NamedTuple):
 
 
 def step_program(steps: int) -> tuple[StepEvent, ...]:
-    """Makes the program of a layer's core attention over so many steps: all ranks follow it.
+    """Makes the program of a layer's core attention in steps, which all ranks follow.
 
     *dispatch* starts the exchange of a step's rows; *receive* waits for them; *compute* runs the
     kernels of the step, and starts the return of the outputs of queries from other ranks; *combine*
-    waits for outputs that return, and merges them. So the rows of a step, some of which have just
-    been received to be passed on, travel during the kernels of the step before, and outputs return
-    during those of the next:
+    waits for outputs that return, and merges them. So the rows of a step travel during the kernels
+    of the step before, and outputs return during those of the next. A rank passes rows on that it
+    has just received:
 
         dispatch 0  receive 0  dispatch 1  compute 0  receive 1  dispatch 2  compute 1  combine 0
     """

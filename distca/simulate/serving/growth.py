@@ -41,7 +41,7 @@ def grow_blocks(pieces: Sequence[Piece], cache: PrefixCache) -> list[PieceBlocks
     """Gives each chunk of a prompt its blocks, as the scheduler does.
 
     Args:
-        pieces: chunks, the first of which begins the prompt; each has the ranks of those before.
+        pieces: chunks in order, from the prompt's beginning; each has the ranks of those before.
         cache: blocks of all ranks, with room for the prompt.
     """
     size, end = cache.pool.block_size, pieces[-1].end
