@@ -207,6 +207,26 @@ def prefill(model: Any, address: str, count: int) -> RankDone:
         parallel_state._WORLD = None
 
 
+def check_quantized(found: Answers, alone: Answers, where: str) -> None:
+    """Answers of weights and activations of eight bits are equal, but where two tokens are near.
+
+    A last bit more or less is a whole step of such an activation. vLLM's own batches differ by it,
+    too, with the moments at which prompts arrive. So an answer may take the other one of two
+    tokens that are about as likely, and is compared up to there.
+    """
+    whole = 0
+    for tokens, others, mine, theirs in zip(
+        found.tokens, alone.tokens, found.logprobs, alone.logprobs, strict=True
+    ):
+        pairs = enumerate(zip(tokens, others, strict=True))
+        equal = next((n for n, (each, other) in pairs if each != other), len(tokens))
+        whole += equal == len(tokens)
+        # The token at which they part is the likeliest one of each.
+        compared = slice(0, equal + 1)
+        np.testing.assert_allclose(mine[compared], theirs[compared], atol=0.05, err_msg=where)
+    assert whole > len(found.tokens) / 2, (where, found.tokens, alone.tokens)
+
+
 def compare(
     name: str,
     ranks: Ranks,
@@ -246,10 +266,12 @@ def compare(
                 while not pipe.poll(1.0):
                     assert not any(isinstance(each, BaseException) for each in done), done
                 found: Answers = pipe.recv()
-            assert found.tokens == alone.tokens, f"{name} on {count} ranks of {size}"
-            # A last bit more or less is a whole step of activations that have eight bits.
-            most = 0.05 if quantized else 2e-4
-            np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=most)
+            where = f"{name} on {count} ranks of {size}"
+            if quantized:
+                check_quantized(found, alone, where)
+            else:
+                assert found.tokens == alone.tokens, where
+                np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-4)
             assert all(each.referenced == 0 for each in done[0])
             received = {each.counts.prompts for each in done[0]}
             assert received == {len(LENGTHS)}, "a prompt ended before"
