@@ -130,16 +130,28 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back on this thread while the context is open.
+    """Holds SIGINT and SIGTERM back while the context is open.
 
     Processes that are started meanwhile never get them: Ctrl-C in a terminal goes to all processes,
     and the one that started the others ends them.
     """
+    held: list[int] = []
+    handlers = {}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
+        if threading.current_thread() is threading.main_thread():
+            # The mask is this thread's. Python calls handlers here for signals that others get.
+            for each in _SIGNALS:
+                # A handler of a library in C could not be put back.
+                if signal.getsignal(each) is not None:
+                    handlers[each] = signal.signal(each, lambda number, frame: held.append(number))
         yield
     finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in held[:1]:
+            signal.raise_signal(number)
 
 
 def start_process(

@@ -132,6 +132,18 @@ def test_every_command_ends(model: str, tmp_path: Path, full: bool, name: str) -
         check(first, sent, signalled(command, sent, after, tmp_path))
 
 
+def run_command(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `command.py` of a folder."""
+    return subprocess.run(
+        [sys.executable, "command.py"],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @pytest.mark.parametrize("sent", [CTRL_C, TERMINATE])
 def test_a_signal_during_an_import_is_taken_after_it(tmp_path: Path, sent: Sent) -> None:
     """What was made before the import is removed."""
@@ -150,16 +162,28 @@ def test_a_signal_during_an_import_is_taken_after_it(tmp_path: Path, sent: Sent)
         "        time.sleep(10)\n"
         "EndAtSignals('command').run(command)\n"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "command.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_command(tmp_path)
     word = {CTRL_C: "interrupted", TERMINATE: "terminated"}[sent]
     assert done.returncode == 128 + sent.number, done
     assert (done.stdout, done.stderr) == ("imported\n", f"command: {word}\n")
     assert not [*tmp_path.glob("distca-*")]
+
+
+@pytest.mark.parametrize("sent", [CTRL_C, TERMINATE])
+def test_signals_that_another_thread_gets_are_held_too(tmp_path: Path, sent: Sent) -> None:
+    """A process that is being started gets all that it reads at its start."""
+    (tmp_path / "command.py").write_text(
+        "import os, time\n"
+        "from distca.lifetime import EndAtSignals, signals_held\n"
+        "def command():\n"
+        "    with signals_held():\n"
+        f"        os.kill(os.getpid(), {int(sent.number)})\n"
+        "        time.sleep(0.3)\n"
+        "        print('started', flush=True)\n"
+        "    print('goes on', flush=True)\n"
+        "EndAtSignals('command').run(command)\n"
+    )
+    done = run_command(tmp_path)
+    word = {CTRL_C: "interrupted", TERMINATE: "terminated"}[sent]
+    assert done.returncode == 128 + sent.number, done
+    assert (done.stdout, done.stderr) == ("started\n", f"command: {word}\n")

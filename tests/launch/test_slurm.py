@@ -125,7 +125,8 @@ def test_each_rank_s_output_is_in_a_file_and_in_the_job_s(tmp_path: Path) -> Non
 
 def test_a_rank_saves_on_a_signal_to_all_its_processes_and_its_last_line_is_kept(tmp_path) -> None:
     saves = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
-    saves += "print('trains', flush=True)\ntry: signal.pause()\nfinally: print('saved')"
+    saves += "import time\ntry:\n print('trains', flush=True)\n while True: time.sleep(0.1)\n"
+    saves += "finally: print('saved')"
     env = os.environ | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
     command = [str(ROOT / "launch/slurm/rank.sh"), str(tmp_path), sys.executable, "-c", saves]
     rank = subprocess.Popen(
