@@ -85,16 +85,16 @@ class Rank:
     def __init__(self, job: Job, split: bool) -> None:
         tensor = job.ranks if split else 1
         self._model = read_model(job.folder, torch.float32, tensor)
-        group, self._ranks = join_ranks(tensor, TIMEOUT)
+        group, ranks = join_ranks(tensor, TIMEOUT)
         self._tokens = job.tokens
         self._layers: SplitModel | None = None
         if split:
             self._layers = split_model(self._model, "bytes")
-            self._ranks = share_rows(self._ranks, self._layers, CPU, TIMEOUT)
-        self._transport = CollectiveTransport(group, CPU)
-        core = CoreAttention(self._transport, select_kernel("cpu"), Buffers(CPU, STEP_SLOTS))
+            ranks = share_rows(ranks, self._layers, CPU, TIMEOUT)
+        transport = CollectiveTransport(group, CPU)
+        core = CoreAttention(transport, select_kernel("cpu"), Buffers(CPU, STEP_SLOTS))
         blocks = -(-job.tokens // BLOCK) + 1
-        self._rank = ModelRunner(self._model, core, CPU, blocks, BLOCK, self._ranks)
+        self._rank = ModelRunner(self._model, core, CPU, blocks, BLOCK, ranks)
         world = job.ranks // tensor
         self._planners = {
             layout: PlannedSteps(self._model.masks, world, BLOCK, self._split(layout))
@@ -121,7 +121,7 @@ class Rank:
             all ranks by the plan.
         """
         tokens = np.random.default_rng(0).integers(0, 1000, self._tokens).tolist()
-        sent, planner = self._sent(), self._planners[layout]
+        sent, planner = self._rank.bytes_sent, self._planners[layout]
         dist.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         step = planner.plan({0: len(tokens)}, strategy, chain)
@@ -130,12 +130,9 @@ class Rank:
         planner.drop_all()
         self._rank.drop(0)
         planned = sum(step.bytes_by_sequence(self._model))
-        sent = self._sent() - sent
+        sent = self._rank.bytes_sent - sent
         first = wall if chosen else 0.0
         return {"cpu": cpu, "first_token": first, "sent": sent, "planned": planned}
-
-    def _sent(self) -> int:
-        return sum(self._transport.bytes_sent.values()) + self._ranks.bytes_sent
 
 
 def join(rank: int, job: Job) -> None:

@@ -72,7 +72,7 @@ class ModelRunner:
     ) -> None:
         self._served, self._device = model, device
         self._transport, self._mover = core.transport, mover
-        self._tensor_ranks, self._split = tensor_ranks, split
+        self._split = split
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
         # Blocks that were given to sequences since the last iteration.
         self._new_blocks: dict[int, list[int]] = {}
@@ -108,7 +108,8 @@ class ModelRunner:
         """Bytes that this rank has sent to others."""
         transports = (self._transport, self._mover)
         of_all = (sum(each.bytes_sent.values()) for each in transports if each is not None)
-        return sum(of_all) + self._tensor_ranks.bytes_sent
+        shared = 0 if self._sharing is None else self._sharing.bytes_sent
+        return sum(of_all) + shared
 
     @property
     def pool(self) -> KVCache:

@@ -93,11 +93,6 @@ class TensorRanks:
     group: dist.ProcessGroup | None = None
     sharing: RowSharing | None = None
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of shared rows that this rank has sent to others."""
-        return 0 if self.sharing is None else self.sharing.bytes_sent
-
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' values."""
         values = values.contiguous()

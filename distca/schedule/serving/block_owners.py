@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from distca.schedule.serving.blocks import PrefixCache
-from distca.schedule.serving.growing_groups import remaining
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.request import Request
 
@@ -34,9 +33,8 @@ class BlockOwners:
             blocks: blocks that they add.
         """
         if each.pieces:
-            left = remaining(each)
-            piece = left[0] if left else each.pieces[-1]
-            return self._evenly(each, blocks, sorted(piece.ranks), decoded=not left)
+            piece = each.left[0] if each.left else each.pieces[-1]
+            return self._evenly(each, blocks, sorted(piece.ranks), decoded=not each.left)
         return self._in_chain(each, count, blocks) or self._at_home(each, blocks)
 
     def home(self, each: Request, others: Sequence[int]) -> int:

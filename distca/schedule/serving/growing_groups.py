@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from distca.schedule.serving.blocks import PrefixCache
 from distca.schedule.serving.cdsp.groups import Ranks
+from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.cdsp.pieces import Piece, cut_at_blocks
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.request import Request
@@ -23,11 +24,14 @@ class GroupGiver:
         cache: blocks of all ranks.
         ranks: number of ranks that compute, the first ones.
         limits: bounds and rules.
+        growing: how groups grow.
     """
 
-    def __init__(self, cache: PrefixCache, ranks: int, limits: SchedulerConfig) -> None:
-        self._cache, self._ranks, self._limits = cache, ranks, limits
-        self._load = None if limits.growing is None else limits.growing.load()
+    def __init__(
+        self, cache: PrefixCache, ranks: int, limits: SchedulerConfig, growing: GrowingGroups
+    ) -> None:
+        self._cache, self._ranks, self._limits, self._growing = cache, ranks, limits, growing
+        self._load = growing.load()
         self._now = 0.0
         # Tokens that each rank can still be fed in the iteration that is scheduled.
         self._left: list[int] = []
@@ -41,14 +45,14 @@ class GroupGiver:
 
     def most(self, each: Request) -> int:
         """Returns the most tokens of a sequence's chunk that its ranks can still be fed."""
-        ranks = remaining(each)[0].ranks
+        ranks = each.left[0].ranks
         return min(self._left[rank] for rank in ranks) * len(ranks)
 
     def feed(self, each: Request, count: int) -> None:
         """Notes that tokens of a sequence's chunk are fed."""
-        left = remaining(each)
-        for rank in left[0].ranks if left else ():
-            self._left[rank] -= -(-count // len(left[0].ranks))
+        for piece in each.left[:1]:
+            for rank in piece.ranks:
+                self._left[rank] -= -(-count // len(piece.ranks))
 
     def arrived(self, now: float) -> None:
         """Notes that a sequence has arrived, at a time in seconds that never goes back."""
@@ -57,14 +61,13 @@ class GroupGiver:
             self._load.arrived(now)
 
     def give(self, each: Request, running: Sequence[Request]) -> None:
-        """Gives a long sequence its chunks, if groups grow; the blocks that it has may go.
+        """Gives a long sequence its chunks; the blocks that it has may go.
 
         Args:
             each: sequence, with the blocks that the prefix cache has of it.
             running: sequences that run, in the order in which they were admitted.
         """
-        growing = self._limits.growing
-        if growing is None or len(each.tokens) < self._limits.threshold:
+        if len(each.tokens) < self._limits.threshold:
             return
         # Ranks without weights are in no group.
         holders = frozenset(block.rank for block in each.blocks if block.rank < self._ranks)
@@ -73,7 +76,7 @@ class GroupGiver:
             each.pieces = (Piece(each.computed, len(each.tokens), each.group),)
             return
         growth = None if self._load is None else self._load.growth(self._now)
-        plan = growing.plan(self._queued(running), left, each.computed, holders, growth)
+        plan = self._growing.plan(self._queued(running), left, each.computed, holders, growth)
         if plan is None:
             each.pieces = (Piece(each.computed, len(each.tokens), holders),)
             return
@@ -85,21 +88,15 @@ class GroupGiver:
 
     def _queued(self, running: Iterable[Request]) -> list[float]:
         """Seconds for which each rank still has prompts to compute."""
-        growing, free = self._limits.growing, [0.0] * self._ranks
-        assert growing is not None
+        free = [0.0] * self._ranks
         for each in running:
-            for piece in remaining(each):
+            for piece in each.left:
                 start = max(piece.start, each.computed)
-                seconds = growing.seconds(len(piece.ranks), start, piece.end - start)
+                seconds = self._growing.seconds(len(piece.ranks), start, piece.end - start)
                 end = max(free[rank] for rank in piece.ranks) + seconds
                 for rank in piece.ranks:
                     free[rank] = end
         return free
-
-
-def remaining(each: Request) -> Sequence[Piece]:
-    """Returns the chunks of a sequence that are not all computed."""
-    return [piece for piece in each.pieces if piece.end > each.computed]
 
 
 def grown(running: Iterable[Request]) -> Iterator[tuple[Request, Ranks]]:

@@ -107,6 +107,11 @@ class Request:
         return finish_of(self.tokens, self.most, self.fewest, self.stops)
 
     @property
+    def left(self) -> Sequence[Piece]:
+        """Chunks, of those with ranks of their own, that are not all computed."""
+        return [piece for piece in self.pieces if piece.end > self.computed]
+
+    @property
     def full(self) -> int:
         """Blocks whose keys and values are all computed."""
         return self.computed // self.block_size

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.blocks import PrefixCache, extend_digests
 from distca.schedule.serving.cdsp.groups import Ranks
-from distca.schedule.serving.growing_groups import GroupGiver, grown, remaining
+from distca.schedule.serving.growing_groups import GroupGiver, grown
 from distca.schedule.serving.limits import SchedulerConfig, is_long
 from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
 from distca.schedule.serving.partitions import Chain
@@ -65,7 +65,11 @@ class Scheduler:
         self._computing = range(self._world_size - limits.servers)
         self._mover = Mover(cache, limits.servers, limits.stripe)
         self._owners = BlockOwners(cache, self._computing, limits)
-        self._groups = GroupGiver(cache, len(self._computing), limits)
+        self._groups = (
+            None
+            if limits.growing is None
+            else GroupGiver(cache, len(self._computing), limits, limits.growing)
+        )
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         # Prompts that are computed, and whose blocks others read until they are aborted.
@@ -154,7 +158,8 @@ class Scheduler:
         each = Request(number, prompt, len(prompt), most, stops, fewest, scored=scored)
         each.block_size, each.chain, each.group = self._block_size, chain, group
         each.priority, each.salt = priority, salt
-        self._groups.arrived(arrived)
+        if self._groups is not None:
+            self._groups.arrived(arrived)
         if leader is None:
             self._wait(each)
         else:
@@ -200,12 +205,7 @@ class Scheduler:
         assert not any(each.fed for each in self._running), "an iteration is under way"
         feeds: list[ScheduledTokens] = []
         preempted: list[int] = []
-        moves = self._mover.settle(self._long())
-        self._groups.begin()
-        if self._limits.evens_out:
-            moves += self._mover.even_out(self._just_computed())
-        for each, group in grown(self._running):
-            moves += self._mover.even_out([each], group)
+        moves = self._moves()
         left, scored = self._limits.max_num_batched_tokens, MOST_SCORED
         number = 0
         while number < len(self._running) and left:
@@ -236,7 +236,8 @@ class Scheduler:
                 break
             each = self._waiting[0]
             self._look_up(each)
-            self._groups.give(each, self._running)
+            if self._groups is not None:
+                self._groups.give(each, self._running)
             count = min(self._next_tokens(each), left)
             if each.scored:
                 count = min(count, scored)
@@ -260,7 +261,8 @@ class Scheduler:
         self._gave_up += preempted
         if feeds or moves:
             preempted, self._gave_up = self._gave_up, []
-            return SchedulerOutput(tuple(feeds), tuple(preempted), join_moves(moves))
+            moved = join_moves(moves) if moves else ()
+            return SchedulerOutput(tuple(feeds), tuple(preempted), moved)
         # Whoever gave up its blocks may have made room for another.
         return self.schedule() if preempted else None
 
@@ -360,7 +362,8 @@ class Scheduler:
     def _feed(self, each: Request, count: int, admitted: bool) -> ScheduledTokens:
         """Gives a sequence the blocks of its next tokens."""
         known = 0 if admitted else len(each.blocks)
-        self._groups.feed(each, count)
+        if self._groups is not None:
+            self._groups.feed(each, count)
         self._add_blocks(each, count)
         each.fed = count
         samples = not each.holds and each.computed + count == len(each.tokens)
@@ -370,10 +373,9 @@ class Scheduler:
     def _next_tokens(self, each: Request) -> int:
         """Tokens that a sequence can be fed next: at most its chunk, and what the chunk's ranks can
         still be fed, if it has chunks."""
-        left = remaining(each)
-        if not left:
+        if self._groups is None or not each.left:
             return len(each.tokens) - each.computed
-        return min(left[0].end - each.computed, self._groups.most(each))
+        return min(each.left[0].end - each.computed, self._groups.most(each))
 
     def _blocks_missing(self, each: Request, count: int) -> int:
         return -(-(each.computed + count) // self._block_size) - len(each.blocks)
@@ -398,6 +400,17 @@ class Scheduler:
     def _long(self) -> list[Request]:
         """Running sequences whose blocks lie on several ranks."""
         return [each for each in self._running if len(each.tokens) >= self._limits.threshold]
+
+    def _moves(self) -> list[BlockTransfer]:
+        """Begins the moves of an iteration: of blocks that are full, and of new ranks."""
+        moves = self._mover.settle(self._long()) if self._limits.servers else []
+        if self._limits.evens_out:
+            moves += self._mover.even_out(self._just_computed())
+        if self._groups is not None:
+            self._groups.begin()
+            for each, group in grown(self._running):
+                moves += self._mover.even_out([each], group)
+        return moves
 
     def _just_computed(self) -> Iterator[Request]:
         """Long sequences whose prompts are computed since this was last asked."""
