@@ -99,7 +99,13 @@ class _FlashKernel(ABC):
     """A `Kernel` for bfloat16 and float16; subclasses call their package.
 
     The packages have the LSE by heads, and refuse calls without queries or without keys.
+
+    Attributes:
+        paged_head_step: elements of which heads must be a multiple to be read from a table's
+            blocks; others are copied.
     """
+
+    paged_head_step = 8
 
     def __init__(self) -> None:
         self._offsets = _Offsets()
@@ -132,7 +138,8 @@ class _FlashKernel(ABC):
         The packages read a table's lines from their first rows on. Where tasks begin later, under a
         window, their few keys are copied.
         """
-        if keys.first.any() or not len(q_THD):
+        reads_table = k_SHD.shape[-1] % self.paged_head_step == 0
+        if keys.first.any() or not len(q_THD) or not reads_table:
             slots = keys.slots(k_SHD.device)
             return self.forward(q_THD, k_SHD[slots], v_SHD[slots], tasks, into)
         out, lse_TH = into or (None, q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32))
@@ -400,6 +407,9 @@ class FlashAttn4Kernel(_FlashKernel):
     Raises:
         ImportError, AttributeError: the package is broken or incomplete.
     """
+
+    # Its kernels for tables do not fill up heads, but where a block is a tile of theirs.
+    paged_head_step = 16
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,12 +26,14 @@ BUDGETS: dict[str, dict[str, dict[str, int]]] = json.loads(
 """Most launches and waits of a rank in one step, by ranks and family."""
 
 
-def _answers(folder: Path, ranks: int, models: list[str], **more: str) -> list[dict[str, Any]]:
+def _answers(
+    folder: Path, ranks: int, models: list[str], packages: tuple[str, ...] = (), **more: str
+) -> list[dict[str, Any]]:
     """What each rank found, of every family."""
     folder.mkdir()
     command = [sys.executable, "-m", "support.simgpu.answers"]
     told = [json.dumps([models, rank, ranks, str(folder), PROMPTS]) for rank in range(ranks)]
-    Machine(ranks).run_ranks([[*command, each] for each in told], **more)
+    Machine(ranks, packages=packages).run_ranks([[*command, each] for each in told], **more)
     return [json.loads((folder / f"rank {rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -67,6 +69,26 @@ def test_tokens_are_the_cpus_and_nothing_races(
     for found in on_gpus[1]:
         assert found[family]["tokens"] == on_cpus[family]["tokens"]
         assert found[family]["races"] == []
+
+
+@pytest.fixture(scope="module")
+def by_packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Any]]:
+    """Models of two families, one of which caps scores, and what two ranks answer on the CPU."""
+    built_or_skip()
+    folder = tmp_path_factory.mktemp("of packages")
+    models = [str(save_small_model(family, folder)) for family in ("llama", "gemma2")]
+    return models, _answers(folder / "on CPUs", 2, models, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("package", ["flash-attn-3", "flash-attn-4"])
+def test_tokens_are_the_cpus_with_other_packages(
+    by_packages: tuple[list[str], list[Any]], tmp_path: Path, package: str
+) -> None:
+    models, expected = by_packages
+    for found in _answers(tmp_path / "answers", 2, models, (package,)):
+        for name, its in found.items():
+            assert its["tokens"] == expected[0][name]["tokens"]
+            assert its["races"] == []
 
 
 def _most(steps: list[dict[str, Any]], kind: str) -> dict[str, int]:

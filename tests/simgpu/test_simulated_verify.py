@@ -56,6 +56,15 @@ def test_a_machine_that_works_ends_with_0(devices: int) -> None:
     assert states == {name: "not run" if name in alone else "ok" for name in STAGES}
 
 
+def test_all_kernels_that_are_installed_are_tried() -> None:
+    packages = ("flash-attn-3", "flash-attn-4")
+    ran = verify(Machine(1, CAPACITY, packages), "--json", "--stages", "kernels")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [line] = json.loads(ran.stdout)["stages"]
+    names = {name.removeprefix("error of FlashAttention ")[0] for name in line["figures"]}
+    assert names == {"2", "3", "4"}, line
+
+
 def trained(devices: int) -> subprocess.CompletedProcess[str]:
     return verify(Machine(devices, CAPACITY), "--json", "--stages", "training")
 

@@ -115,8 +115,9 @@ def _named(
         yield from errors
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        raise Fault(f"{name}: {heads.name}: {str(error).splitlines()[0]}", _CURE) from error
+    except (RuntimeError, AssertionError) as error:  # Version 4 asserts what it takes.
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise Fault(f"{name}: {heads.name}: {first}", _CURE) from error
 
 
 def _installed(context: Context) -> Iterator[tuple[str, PagedKernel, bool, list[Heads]]]:

@@ -51,10 +51,10 @@ def install() -> None:
     torch.Tensor.record_stream = _record_stream  # type: ignore[assignment]
     torch.accelerator.current_stream = current_stream
     torch.accelerator.synchronize = synchronize
-    from support.simgpu import fused, kernels, lacking, nccl
+    from support.simgpu import flash2, fused, lacking, nccl
 
     lacking.install(native)
-    kernels.install(native)
+    flash2.install(native)
     fused.install(native)
     nccl.install(native)
 

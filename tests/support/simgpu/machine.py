@@ -34,10 +34,13 @@ class Machine:
     Attributes:
         devices: how many, at most 16.
         capacity: bytes of each one's memory.
+        packages: packages of kernels that are installed, of those in `installed`. torch's own
+            FlashAttention 2 is always there.
     """
 
     devices: int = 1
     capacity: int = 4 << 30
+    packages: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """Variables of a process that has these GPUs, as do all that it starts.
@@ -45,7 +48,9 @@ class Machine:
         Raises:
             CannotBuildError: the extension cannot be built here.
         """
-        folders = [Path(__file__).parent / "site", ROOT, ROOT / "tests"]
+        here = Path(__file__).parent
+        folders = [here / "site", *(here / "installed" / each for each in self.packages)]
+        folders += [ROOT, ROOT / "tests"]
         return os.environ | {
             LIBRARY: str(build()),
             DEVICES: str(self.devices),
