@@ -7,6 +7,7 @@ different orders.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +26,7 @@ class Blocker:
         now: text of the file, which occurs once.
         before: text that takes its place.
         says: part of what is said of it.
+        further: further changes: files, texts and what takes their places.
     """
 
     job: str
@@ -32,16 +34,21 @@ class Blocker:
     now: str
     before: str
     says: str
+    further: Sequence[tuple[str, str, str]] = ()
 
     @property
     def change(self) -> Change:
-        """The file with the defect."""
-        source = (ROOT / self.path).read_text()
-        assert source.count(self.now) == 1, f"{self.path} has changed: {self.now}"
-        return self.job, self.path, source.replace(self.now, self.before)
+        """The files with the defect."""
+        sources = dict[str, str]()
+        for path, now, before in ((self.path, self.now, self.before), *self.further):
+            source = sources.get(path, (ROOT / path).read_text())
+            assert source.count(now) == 1, f"{path} has changed: {now}"
+            sources[path] = source.replace(now, before)
+        return self.job, sources
 
 
 OUTBOX, GRAPHS = "distca/prefill/outbox.py", "distca/inference/cuda_graphs.py"
+DECODE = "distca/runtime/serving/decode_exchange.py"
 BLOCKERS = {
     "answers are computed in float32 by default": Blocker(
         "answers",
@@ -87,6 +94,46 @@ BLOCKERS = {
     ),
     "memory is given out again while a copy reads it": Blocker(
         "rows", OUTBOX, "rows.record_stream(self._stream)", "pass", "are freed while"
+    ),
+    "lines without a query are no exception, with FlashAttention 2": Blocker(
+        "answers",
+        "distca/attention/flash.py",
+        "longest_q = 2",
+        "pass",
+        "is invalid for input of size",
+        (
+            (DECODE, "at = lines[served]", "at, its = np.arange(len(tables.host)), lines[served]"),
+            (
+                DECODE,
+                "first, used = decode.hidden[mask][served, rank], decode.rows[served, rank]",
+                "first, used = np.zeros((2, len(at)), dtype=np.int64)\n"
+                "    first[its] = decode.hidden[mask][served, rank]\n"
+                "    used[its] = decode.rows[served, rank]",
+            ),
+            (DECODE, "[np.ones_like(at), used", "[np.isin(at, its).astype(np.int64), used"),
+        ),
+    ),
+    "a rank without keys under a window has an index of floating point": Blocker(
+        "one answer",
+        "distca/attention/paged.py",
+        "np.array(runs, dtype=np.int64)",
+        "np.array(runs)",
+        "from dtype('float64') to dtype('int64')",
+    ),
+    "layers with experts are captured, and ask the device what to do": Blocker(
+        "experts",
+        GRAPHS,
+        'expert_count(config) > 0 or "dynamic" in rotary',
+        '"dynamic" in rotary',
+        "not permitted when stream is capturing",
+        # By default transformers multiplies by all experts at once, which asks the device nothing.
+        (
+            (
+                "distca/checkpoints/weights.py",
+                "output_loading_info=True,",
+                "output_loading_info=True, experts_implementation='eager',",
+            ),
+        ),
     ),
     "rows are read before they have come": Blocker(
         "training", "distca/transport/collective.py", "work.wait()", "pass", "rank "

@@ -77,7 +77,7 @@ class Place:
     def change(self) -> Change:
         """See `support.simgpu.mutant_runs`."""
         job = next(name for begin, name in JOB_OF.items() if self.path.startswith(begin))
-        return job, self.path, self.mutant.source
+        return job, {self.path: self.mutant.source}
 
     def __str__(self) -> str:
         name = f"{self.path} {self.mutant.scope}: {self.mutant.what}"

@@ -11,8 +11,8 @@ import pytest
 
 from support.simgpu.machine import Machine, built_or_skip
 
-Change = tuple[str, str, str | None]
-"""Name of a job, path of a file, and its source; None: the file as it is."""
+Change = tuple[str, dict[str, str]]
+"""Name of a job, and the sources of files that are changed, by path."""
 
 
 def run_changes(changes: Sequence[Change], folder: Path) -> list[str]:

@@ -3,7 +3,7 @@
 Its argument is a file with a list of changes (`changes.Change`), as JSON. For each it writes a line
 to standard output, as JSON: why the change is seen, or an empty text. Ranks are forks of this
 process, which has imported what takes long. They import the project's files, of which one is
-replaced.
+replaced, or a few.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ def _rows(rank: int, folder: Path) -> Found:
     return {"rows": found["rows"], "races": found["races"], "syncs": sum(found["syncs"].values())}
 
 
-def _answered(family: str, lengths: Sequence[int]) -> Callable[[int, Path], Found]:
+def _answered(family: str, lengths: Sequence[int], ranks: int = 2) -> Callable[[int, Path], Found]:
     def run(rank: int, folder: Path) -> Found:
         from distca.inference.small_models import VOCABULARY, save_small_model
         from support.simgpu.answers import answers_of
@@ -63,7 +63,7 @@ def _answered(family: str, lengths: Sequence[int]) -> Callable[[int, Path], Foun
         model = str(save_small_model(family, folder / str(rank)))
         prompts = [[(7 * n + n * n) % VOCABULARY for n in range(length)] for length in lengths]
         penalties = {"presence": 0.1, "frequency": 0.1, "repetition": 1.1}
-        found = answers_of(model, rank, 2, str(folder), prompts, True, penalties)
+        found = answers_of(model, rank, ranks, str(folder), prompts, True, penalties)
         steps = found.pop("steps")
         return found | {
             "launches": sum(step["launches"] for step in steps),
@@ -102,6 +102,9 @@ JOBS = {
     "rows": Job(1, 20, _rows),
     # Blocks of 256 tokens: some prompts lie on one rank alone, and some fill one by their answers.
     "answers": Job(2, _SECONDS, _answered("gemma3_text", (300, 5, 804, 510, 509))),
+    # No key of what windowed layers see of it is on the first rank.
+    "one answer": Job(2, _SECONDS, _answered("gemma3_text", (300,))),
+    "experts": Job(1, _SECONDS, _answered("gpt_oss", (300, 5), ranks=1)),
     "training": Job(2, _SECONDS, _trained(_HALVES)),
     "graphs": Job(2, _SECONDS, _trained(f"{_HALVES} --distca-cuda-graphs")),
     "stages": Job(2, _SECONDS, _trained(f"--seq-length 1024 --global-batch-size 3 {_LAYERS}")),
@@ -114,30 +117,31 @@ JOBS = {
 
 
 class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module's source elsewhere than in its file."""
+    """Finds some modules' sources elsewhere than in their files."""
 
-    def __init__(self, path: str, source: str) -> None:
-        self._path, self._source = ROOT / path, source
-        self._name = path.removesuffix(".py").replace("/", ".")
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._files = {
+            path.removesuffix(".py").replace("/", "."): (str(ROOT / path), source)
+            for path, source in sources.items()
+        }
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self._name:
+        if name not in self._files:
             return None
-        return importlib.util.spec_from_loader(name, self, origin=str(self._path))
+        return importlib.util.spec_from_loader(name, self, origin=self._files[name][0])
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__file__ = str(self._path)
-        exec(compile(self._source, str(self._path), "exec"), module.__dict__)
+        module.__file__, source = self._files[module.__name__]
+        exec(compile(source, module.__file__, "exec"), module.__dict__)
 
 
 def _rank(change: Change, rank: int, folder: Path) -> None:
     """Runs a rank in a fork, and writes what it found or why it failed."""
-    name, path, source = change
+    name, sources = change
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
-    if source is not None:
-        sys.meta_path.insert(0, _Replaced(path, source))
+    sys.meta_path.insert(0, _Replaced(sources))
     try:
         from distca.lifetime import end_with_parent
 
@@ -218,9 +222,9 @@ def main(changes: Sequence[Change]) -> None:
     _import_what_takes_long()
     expected: dict[str, list[Found]] = {}
     for change in changes:
-        name, path, _ = change
+        name, _ = change
         if name not in expected:
-            ran = run((name, path, None))
+            ran = run((name, {}))
             told = seen_by(ran, [] if isinstance(ran, str) else ran)
             assert not told, f"the code as it is: {told}"
             assert not isinstance(ran, str)
