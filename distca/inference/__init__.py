@@ -12,7 +12,8 @@ A request meets seven files, in this order:
 * `worker.py`: a process's iterations, in the order of their numbers;
 * `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy. The rank that
   owns a block computes its tokens, and attention is where the plans say;
-* `model_runner.py`: a rank's blocks, and the layers of the model over its tokens;
+* `model_runner.py`: a rank's blocks, and the layers of the model over its tokens. A rank without
+  tokens takes part in attention alone;
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
   plans. From here on it is the runtime's: `distca/runtime/serving`.
 
@@ -30,9 +31,18 @@ in `distca/schedule/serving/cdsp/handoff.py`.
 Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the plans
 (`LLM.bytes_planned`). Tests hold the two together.
 
-Others: `config.py` the engine's configuration; `messages.py` what engines and workers say;
-`models.py` and `transformers_model.py` load models; `tensor_parallel.py`, `sequence_parallel.py`
-split weights and rows; `cuda_graphs.py` captures decodes; `machine.py` and `measured_chain.py`
-measure what strategies are chosen by; `sparse_model.py` and `sparsity_calibration.py` what is
-dropped; `conversations.py`, `verify.py` and `rank_processes.py` are for `distca generate`.
+Others:
+
+* `config.py` is the engine's configuration; `messages.py` has what engines and workers say;
+  `pool_size.py` says how many blocks prompts need;
+* `runnable.py` is what the runner needs of a model. `models.py` and `transformers_model.py` load
+  those of transformers, `distca/vllm/model.py` those of vLLM;
+* `tensor_parallel.py` and `sequence_parallel.py` split weights and rows; `cuda_graphs.py` captures
+  decodes; `transports.py` makes what moves rows; `finite.py` finds where values overflow;
+* `machine.py` and `measured_chain.py` measure what strategies are chosen by; `sparse_model.py` and
+  `sparsity_calibration.py` measure what may be dropped;
+* `conversations.py`, `verify.py` and `rank_processes.py` are for `distca generate`,
+  `small_models.py` for `distca verify`.
+
+`distca/simulate/requests` runs the same scheduler, and predicts how long iterations take.
 """

@@ -360,20 +360,17 @@ def model_size(model: ServedModel) -> ModelSize:
     )
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model.
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model, which runs no code of the model's folder.
 
     Args:
         path: folder of the model, or its name on the Hugging Face hub.
-        trust_remote_code: whether code of the model's folder may run.
 
     Raises:
         ValueError: there is none.
     """
     try:
-        return need_transformers().AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code
-        )
+        return need_transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} has no tokenizer that can be read: add its tokenizer.json, or give token ids "

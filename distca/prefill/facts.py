@@ -117,7 +117,6 @@ def disagreement(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | No
 def _rotary(config: PreTrainedConfig) -> dict[str, object]:
     """Numbers of rotary embeddings, wherever a version of transformers keeps them."""
     found = dict(getattr(config, "rope_parameters", None) or {})
-    found.update(getattr(config, "rope_scaling", None) or {})
     theta = getattr(config, "rope_theta", None)
     if theta is not None:
         found.setdefault("rope_theta", theta)

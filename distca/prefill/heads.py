@@ -21,8 +21,8 @@ class HeadSlices:
     """
 
     kv_heads: int
-    tensor_parallel_size: int = 1
-    ranks: int = 1
+    tensor_parallel_size: int
+    ranks: int
 
     def held(self, rank: int) -> range:
         """Heads that a rank holds."""

@@ -278,7 +278,7 @@ class Outbox:
 
     def pump(self) -> None:
         """Goes on with what is under way."""
-        told = self._agent.notified() if self._agent is not None and self._nixl else ()
+        told = () if self._agent is None else self._agent.notified()
         for name, message in told:
             connection = next((each for each in self._nixl.values() if each.name == name), None)
             if connection is not None:

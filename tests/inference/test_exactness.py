@@ -317,17 +317,21 @@ def test_long_prompts_are_fed_in_chunks_beside_answers(ranks, models) -> None:
     check(ranks, models["qwen3"], 2, "pass-kv", turns=turns, **few)
 
 
-def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models, full: bool) -> None:
+@pytest.mark.parametrize("layout", [None, "sp-ntp", "sp-tp"])
+def test_bfloat16_is_no_further_from_float32_than_one_process(
+    ranks, models, full: bool, layout: LayoutChoice | None
+) -> None:
     sampling = SamplingParams(max_tokens=64 if full else 16, temperature=1.0)
     check(
         ranks,
         models["llama"],
-        1 if full else 2,
+        1 if full or layout else 2,
         "pass-q",
         16,
         torch.bfloat16,
         sampling=sampling,
         tensor_parallel_size=4 if full else 2,
+        layout=layout,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
 
+import pytest
 import torch
 import zmq
 
@@ -31,7 +33,7 @@ FACTS = {"dtype": "float32"}
 
 
 def front_of(lease: float) -> Front:
-    return Front("tcp://127.0.0.1:*", FACTS, Welcome("", 1, 16, 2, 64, lease), HeadSlices(2))
+    return Front("tcp://127.0.0.1:*", FACTS, Welcome("", 1, 16, 2, 64, lease), HeadSlices(2, 1, 1))
 
 
 def client_of(front: Front, worker: int = 0, workers: int = 1) -> PrefillClient:
@@ -119,6 +121,27 @@ def test_what_cannot_be_read_is_no_end(caplog) -> None:
     front.close()
 
 
+def test_the_log_says_how_rows_come_to_those_that_receive_any(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    front = front_of(lease=5.0)
+    receives, asks = Hello(FACTS, "receives", heads=1), Hello(FACTS, "asks")
+    clients = [
+        PrefillClient(front.address, each, 4, torch.float32, lambda *_: None)
+        for each in (receives, asks)
+    ]
+    meet(front, *clients)
+    told = [each.getMessage() for each in caplog.records if "connected" in each.getMessage()]
+    assert sorted(told) == [
+        "connected: asks, process 0",
+        "connected: receives, process 0, rows by TCP",
+    ]
+    for client in clients:
+        client.close()
+    front.close()
+
+
 def test_an_engine_that_was_idle_for_long_asks_at_once() -> None:
     """It polls nothing meanwhile, and its ranks start again: nothing is lost by that."""
     front = front_of(lease=0.5)
@@ -129,7 +152,7 @@ def test_an_engine_that_was_idle_for_long_asks_at_once() -> None:
     front.close()
     time.sleep(1.5)
     assert not client.ready
-    front = Front(address, FACTS, Welcome("", 1, 16, 2, 64, 5.0), HeadSlices(2))
+    front = Front(address, FACTS, Welcome("", 1, 16, 2, 64, 5.0), HeadSlices(2, 1, 1))
     ended = threading.Event()
 
     def pump() -> None:
@@ -159,6 +182,19 @@ def test_an_engine_that_was_idle_for_long_asks_at_once() -> None:
     assert time.monotonic() - since < 10
     assert len(alone.poll()) == 20
     alone.close()
+
+
+def test_an_idle_engine_that_polls_nothing_stays_connected() -> None:
+    """It asks for the state a few times in a lease, on a thread of its own."""
+    front = front_of(lease=2.0)
+    client = client_of(front)
+    meet(front, client)
+    due = time.monotonic() + 3.5
+    while time.monotonic() < due:
+        front.pump(0.05)
+        assert client.ready
+    client.close()
+    front.close()
 
 
 def test_whoever_connects_waits_as_long_as_it_says() -> None:

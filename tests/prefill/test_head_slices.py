@@ -23,7 +23,7 @@ SIZES = [
 @pytest.mark.parametrize(("kv_heads", "size", "workers"), SIZES)
 def test_each_process_gets_its_heads_once(kv_heads: int, size: int, workers: int) -> None:
     slices = HeadSlices(kv_heads, size, 2 * size)
-    of_vllm = HeadSlices(kv_heads, workers)
+    of_vllm = HeadSlices(kv_heads, workers, workers)
     for worker in range(workers):
         wanted = of_vllm.held(worker)
         for context in range(2):

@@ -198,6 +198,22 @@ def test_rotary_frequencies_of_a_length_must_be_the_same_code_s(kind: str) -> No
             assert code in told
 
 
+def test_the_order_of_a_config_s_numbers_is_no_fact() -> None:
+    from transformers import LlamaConfig
+
+    rotary = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    found = []
+    for each in (rotary, dict(reversed(rotary.items()))):
+        config = LlamaConfig(num_hidden_layers=1)
+        config.rope_parameters = each
+        found.append(model_facts(config, ".", "float32", "", "none"))
+    assert disagreement(*found) is None
+    config.rope_parameters = {**rotary, "factor": 4.0}
+    told = disagreement(found[0], model_facts(config, ".", "float32", "", "none"))
+    assert told is not None
+    assert told.startswith("rotary embedding: ")
+
+
 def test_weights_must_be_quantized_alike() -> None:
     from transformers import LlamaConfig
 

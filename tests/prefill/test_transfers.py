@@ -27,14 +27,18 @@ CPU = torch.device("cpu")
 
 
 class Ends:
-    """A rank's outbox, and the inbox of a process, whose memory has slots of `rows` rows."""
+    """A rank's outbox, and the inbox of a process, whose memory has slots of `rows` rows.
 
-    def __init__(self, rows: int, slots: int) -> None:
+    The rank is the last of those that send rows.
+    """
+
+    def __init__(self, rows: int, slots: int, ranks: int = 1) -> None:
         self.agent, self.ours = NixlAgent(), NixlAgent()
-        size = rows * slots * ROW
-        self.landing = NixlLanding(self.ours, {0: self.agent.metadata}, FORM, CPU, size)
+        agents = [*(NixlAgent() for _ in range(ranks - 1)), self.agent]
+        senders = {number: each.metadata for number, each in enumerate(agents)}
+        self.landing = NixlLanding(self.ours, senders, FORM, CPU, rows * slots * ROW * ranks)
         self.inbox = TcpInbox("127.0.0.1", FORM)
-        self.outbox = Outbox(0, CPU, self.agent)
+        self.outbox = Outbox(ranks - 1, CPU, self.agent)
         self.to = Receiving(self.inbox.address, 0, 0, 2, self.landing.message)
         self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.by_tcp = 0
@@ -80,12 +84,14 @@ class Ends:
 
 
 @NEEDS_NIXL
-@pytest.mark.parametrize(("rows", "slots"), [(1, 2), (3, 2), (5, 7), (64, 2)])
+@pytest.mark.parametrize(
+    ("rows", "slots", "ranks"), [(1, 2, 1), (3, 2, 1), (5, 7, 1), (64, 2, 1), (1, 3, 2)]
+)
 def test_rows_come_through_few_slots(
-    monkeypatch: pytest.MonkeyPatch, rows: int, slots: int
+    monkeypatch: pytest.MonkeyPatch, rows: int, slots: int, ranks: int
 ) -> None:
     monkeypatch.setattr("distca.prefill.inbox.MOST_SLOT_BYTES", rows * ROW)
-    ends = Ends(rows, slots)
+    ends = Ends(rows, slots, ranks)
     assert (ends.landing.message.slots, ends.landing.message.slot_bytes) == (slots, rows * ROW)
     sent = {number: ends.send(number, count) for number, count in enumerate((1, 40, 7, 25))}
     ends.receive(count=73)
@@ -164,7 +170,7 @@ def test_memory_without_room_for_each_rank_is_a_line() -> None:
 
 def front_with(transfers: tuple[TransferName, ...], agents: tuple[bytes, ...] = ()) -> Front:
     welcome = Welcome("", 1, 16, 2, 64, 0.4, agents=agents)
-    return Front("tcp://127.0.0.1:*", {}, welcome, HeadSlices(1), transfers)
+    return Front("tcp://127.0.0.1:*", {}, welcome, HeadSlices(1, 1, 1), transfers)
 
 
 def meet(front: Front, client: PrefillClient, seconds: float) -> None:

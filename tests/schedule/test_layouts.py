@@ -15,7 +15,6 @@ from distca.schedule.serving.csps.layouts import (
     even_rows,
     gathered_rows,
     tokens_for_head_scatter,
-    whole_weight_elements,
 )
 
 MHA = SplitLayer(4096, 32, 32, 128, ranks=4, dtype_bytes=4, ranks_per_node=4)
@@ -25,15 +24,6 @@ def test_the_papers_rule() -> None:
     assert tokens_for_head_scatter(4096, 4) == 16_384
     assert tokens_for_head_scatter(16_384, 3) == 98_304
     assert tokens_for_head_scatter(4096, 2) == math.inf
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_with_whole_weights_heads_are_never_more(ranks: int) -> None:
-    """No weights travel: half as many elements as ranks."""
-    scattered, gathered = (
-        whole_weight_elements(each, 4096, ranks, 1000) for each in ("sp-ntp", "sp-tp")
-    )
-    assert gathered == pytest.approx(scattered * ranks / 2)
 
 
 def test_bytes_follow_the_rule_without_grouped_queries() -> None:

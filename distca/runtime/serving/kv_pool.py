@@ -105,11 +105,6 @@ class BlockTables:
         """The table on the CPU."""
         return self._host
 
-    @property
-    def blocks_used(self) -> int:
-        """Blocks in all lines; those that sequences share count for each."""
-        return int(self._used.sum())
-
     def lines(self, sequences: Sequence[int]) -> Int64s:
         """Returns the line of each sequence, `[sequences]`; one without a line is given one."""
         for sequence in sequences:

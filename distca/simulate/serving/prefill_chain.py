@@ -131,26 +131,6 @@ def _own_products(tokens: Floats, causal: bool) -> Floats:
     return products
 
 
-def chain_counts(parts: Sequence[int]) -> tuple[list[int], int]:
-    """Counts a chain's work as the paper does (Figures 4 and 5).
-
-    Args:
-        parts: tokens of each rank's part.
-
-    Returns:
-        Products of rows that each rank computes, its own square whole; rows of keys and rows of
-        values, apart, that ranks receive.
-    """
-    ends = np.cumsum(parts)
-    products = [int(part * end) for part, end in zip(parts, ends, strict=True)]
-    return products, 2 * int(ends[:-1].sum())
-
-
-def all_gather_counts(tokens: int, ranks: int) -> tuple[int, int]:
-    """Counts an all-gather's work likewise: products of each rank, and rows that are received."""
-    return tokens // ranks * tokens, 2 * (ranks - 1) * tokens
-
-
 def fit_alone(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fits the costs of one rank to measured prefills, by relative errors.
 

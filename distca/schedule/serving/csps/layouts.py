@@ -48,14 +48,6 @@ def tokens_for_head_scatter(hidden_size: int, ranks: int) -> float:
     return 2.0 * hidden_size * ranks / (ranks - 2) if ranks > 2 else math.inf
 
 
-def whole_weight_elements(layout: Layout, hidden_size: int, ranks: int, tokens: int) -> float:
-    """Elements that all ranks send in a layer's attention without any gather of weights, as the
-    paper has them: SP-NTP's are never more, and as many on two ranks."""
-    if layout == "sp-ntp":
-        return 4 * tokens * hidden_size * (ranks - 1) / ranks
-    return 2.0 * tokens * hidden_size * (ranks - 1)
-
-
 def even_rows(tokens: int, ranks: int) -> Int64s:
     """Shares rows out over ranks, consecutive ones to each, int64 `[ranks]`."""
     return np.diff(np.arange(ranks + 1) * tokens // ranks)
