@@ -151,7 +151,7 @@ class Calibrated:
         seed: seed of the needles.
     """
 
-    def __init__(self, model: SparseModel, prompts: Sequence[Sequence[int]], seed: int = 0) -> None:
+    def __init__(self, model: SparseModel, prompts: Sequence[Sequence[int]], seed: int) -> None:
         self._model = model
         self._prompts = [with_needle(each, seed + n) for n, each in enumerate(prompts)]
 

@@ -79,7 +79,7 @@ def test_a_measurement_goes_on_where_it_ended(
     ("given", "flags", "said"),
     [
         ([[1] * 400] * 3, [], "has 3 prompts, of which some are held out: give at least 4"),
-        ([[1] * 100] * 4, [], "prompt 0 has 100 tokens: give at least 320"),
+        ([[1] * 320, *[[1] * 319] * 3], [], "prompt 1 has 319 tokens: give at least 320"),
         ([[999] * 400] * 4, [], "has the token 999"),
         ([["a"]] * 4, [], "no list of texts, nor of lists of token ids"),
         (None, [], "no JSON"),

@@ -100,8 +100,9 @@ def _is_program(source: str, mutation: MutationSpec) -> bool:
 def without_effect(source: str) -> Iterator[tuple[Position, Position]]:
     """Yields where code begins and ends that says nothing about what a program computes.
 
-    These are annotations, type aliases, code for type checkers, messages of errors and of logs, and
-    what only a program with a defect breaks: `assert`, `zip(strict=True)`, `frozen=True`.
+    These are annotations, type aliases, protocols, code for type checkers, messages of errors and
+    of logs, and what only a program with a defect breaks: `assert`, `zip(strict=True)`,
+    `frozen=True`.
     """
     for node in ast.walk(ast.parse(source)):
         for idle in _idle_parts(node):
@@ -129,7 +130,7 @@ def _idle_parts(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
             yield idle
         case ast.AsyncFunctionDef(returns=ast.expr() as idle):
             yield idle
-        case ast.Assert():
+        case ast.Assert() | ast.ClassDef(bases=[*_, ast.Name("Protocol")]):
             yield node
         case ast.Raise(exc=ast.Call(args=arguments)):
             yield from (each for each in arguments if _is_text(each))

@@ -158,6 +158,8 @@ def test_the_newest_files_come_first_and_uncommitted_ones_before_them(tmp_path):
         ("zip(a, b + c, strict=True)", ["True"]),
         ("@dataclass(frozen=True)\nclass A: x = 1 + 2", ["True"]),
         ("cast(int | str, a + b)", ["int | str"]),
+        ("class A(B, Protocol): x = 1 + 2", ["class A(B, Protocol): x = 1 + 2"]),
+        ("class A(B): x = 1 + 2", []),
         ("if TYPE_CHECKING: import a", ["if TYPE_CHECKING: import a"]),
     ],
 )

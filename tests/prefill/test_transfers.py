@@ -168,6 +168,39 @@ def test_memory_without_room_for_each_rank_is_a_line() -> None:
         NixlLanding(agent, {0: b""}, FORM, CPU, 2 * ROW - 1)
 
 
+@NEEDS_NIXL
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_has_two_slots_at_least(ranks: int) -> None:
+    """However large slots may be."""
+    agents = [NixlAgent() for _ in range(ranks)]
+    senders = {number: each.metadata for number, each in enumerate(agents)}
+    landing = NixlLanding(NixlAgent(), senders, FORM, CPU, 5 * ROW * ranks)
+    assert (landing.message.slots, landing.message.slot_bytes) == (2, 2 * ROW)
+    landing.close()
+
+
+@NEEDS_NIXL
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_kept_as_long_as_a_write_may_read_it(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Only where a write cannot be ended."""
+
+    class Write:
+        def release(self) -> None:
+            if fails:
+                raise RuntimeError
+
+    agent, given_back = NixlAgent(), []
+    monkeypatch.setattr(agent, "_errors", RuntimeError)
+    monkeypatch.setattr(agent._agent, "deregister_memory", given_back.append)
+    assert agent.give_up(Write()) is not fails
+    memory = torch.zeros(8, dtype=torch.uint8)
+    registered = agent.register(memory)
+    agent.deregister(registered, memory if fails else None)
+    assert given_back == ([] if fails else [registered])
+
+
 def front_with(transfers: tuple[TransferName, ...], agents: tuple[bytes, ...] = ()) -> Front:
     welcome = Welcome("", 1, 16, 2, 64, 0.4, agents=agents)
     return Front("tcp://127.0.0.1:*", {}, welcome, HeadSlices(1, 1, 1), transfers)

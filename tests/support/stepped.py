@@ -77,7 +77,7 @@ class RankOfPlan:
 
     def call(self) -> SteppedCall:
         """A call of core attention."""
-        return SteppedCall(self.core, self.exchange, self.tensors, SCALE, {})
+        return SteppedCall(self.core, self.exchange, self.tensors, SCALE)
 
 
 def run_virtually(

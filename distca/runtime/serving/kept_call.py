@@ -7,7 +7,7 @@ there are as many bytes and pairs as planned, whatever the tokens are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,6 @@ class SparseCall(SteppedCall):
         exchange: this rank's part of the plan.
         tensors: local queries; keys and values.
         softmax_scale: factor of the scores.
-        labels: labels for the trace.
         importance: importance of the local keys, `[local key rows, kv_heads]`.
     """
 
@@ -41,10 +40,9 @@ class SparseCall(SteppedCall):
         exchange: KeptExchange,
         tensors: QAndKV,
         softmax_scale: float,
-        labels: Mapping[str, object],
         importance: torch.Tensor,
     ) -> None:
-        super().__init__(core, exchange.own, tensors, softmax_scale, labels)
+        super().__init__(core, exchange.own, tensors, softmax_scale)
         self._kept = exchange
         self._types = (), tuple((each.shape[2:], each.dtype) for each in tensors.kv)
         self._of_keys = importance
@@ -137,7 +135,7 @@ class SparseAttention:
             sink: one more logit of each head, `[heads]`; None: there is none.
         """
         table = self.importance.table
-        call = SparseCall(self.core, self.exchange, QAndKV([q], [k, v]), scale, {}, table)
+        call = SparseCall(self.core, self.exchange, QAndKV([q], [k, v]), scale, table)
         out, lse = call.run(self.importance)
         if sink is not None:
             out, _ = with_sink(out, lse, sink)

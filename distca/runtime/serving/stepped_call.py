@@ -6,7 +6,7 @@ owns where they lie. Partial outputs merge into one sum, step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -40,7 +40,6 @@ def attend_in_steps(
     v_THD: torch.Tensor,
     exchange: SteppedExchange,
     softmax_scale: float,
-    labels: Mapping[str, object] | None = None,
     sink_H: torch.Tensor | None = None,
     importance: Importance | None = None,
 ) -> torch.Tensor:
@@ -54,7 +53,6 @@ def attend_in_steps(
         v_THD: like `k_THD`.
         exchange: this rank's part of the plan.
         softmax_scale: factor of the scores.
-        labels: labels for the trace, such as the layer.
         sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
         importance: what takes in which keys are important; None: nobody asks.
 
@@ -72,7 +70,7 @@ def attend_in_steps(
     groups = exchange.head_groups
     keys = [key_rows(each, groups) for each in (k_THD, v_THD)]
     tensors = QAndKV([query_rows(q_THD, groups)], keys)
-    call = SteppedCall(core, exchange, tensors, softmax_scale, labels or {})
+    call = SteppedCall(core, exchange, tensors, softmax_scale)
     out, lse = call.run(importance)
     out = token_rows(out, groups)
     if sink_H is not None:
@@ -88,7 +86,6 @@ class SteppedCall:
         exchange: this rank's part of the plan.
         tensors: local queries; keys and values.
         softmax_scale: factor of the scores.
-        labels: labels for the trace.
     """
 
     def __init__(
@@ -97,9 +94,8 @@ class SteppedCall:
         exchange: SteppedExchange,
         tensors: QAndKV,
         softmax_scale: float,
-        labels: Mapping[str, object],
     ) -> None:
-        self._core, self._exchange, self._labels = core, exchange, labels
+        self._core, self._exchange = core, exchange
         self._scale, self._keys = softmax_scale, tensors.kv
         (q,) = tensors.q
         self._types = tensors.row_types
@@ -200,7 +196,7 @@ class SteppedCall:
         pending.release()
 
     def _span(self, name: str, lane: str, number: int) -> AbstractContextManager[None]:
-        return self._core.trace.span(name, lane, step=number, **self._labels)
+        return self._core.trace.span(name, lane, step=number)
 
     @property
     def _result_types(self) -> RowTypes:

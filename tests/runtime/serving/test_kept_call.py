@@ -82,7 +82,7 @@ class SparseRank:
     def call(self) -> SparseCall:
         """A call of core attention."""
         table = self.importance.table
-        return SparseCall(self.core, self.exchange, self.tensors, SCALE, {}, table)
+        return SparseCall(self.core, self.exchange, self.tensors, SCALE, table)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 2), (4, 2), (4, 1)])
