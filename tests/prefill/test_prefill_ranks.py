@@ -5,12 +5,19 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from distca.inference.llm import configure
+from distca.inference.models import read_model
 from distca.prefill.client import HandshakeError
 from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts, model_folder
+from distca.prefill.messages import TransferChoice
+from distca.prefill.nixl import NixlError
+from distca.prefill.ranks import PrefillRank
 from distca.schedule.serving.cdsp.handoff import Transfer
 from support.prefills import (
     BY_EACH,
@@ -175,6 +182,44 @@ def test_a_prompt_that_cannot_be_held_is_refused_by_the_ranks(ranks: Ranks, tmp_
         reader.until(lambda: len(reader.ended) == 2)
     assert "given up" in reader.ended[Transfer(0)]
     check(reader, folder, 1, prompt(1, 128))
+
+
+def transfers_of_a_rank(
+    folder: Path, choice: TransferChoice, without: int | None
+) -> tuple[str, ...] | str:
+    """How a rank can send rows, or why not, where one rank has no NIXL."""
+
+    class Agent:
+        metadata = b"agent"
+
+        def __init__(self) -> None:
+            if dist.get_rank() == without:
+                raise NixlError("NIXL is not installed here")
+
+    model = read_model(str(folder), torch.float32)
+    config = configure(model, dist.get_world_size(), block_size=4, cache_bytes=1 << 20)
+    with mock.patch("distca.prefill.ranks.NixlAgent", Agent):
+        try:
+            return PrefillRank(config, model, 16, 4.0, choice).transfers
+        except NixlError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("choice", "without", "found"),
+    [
+        ("auto", None, ("nixl", "tcp")),
+        ("nixl", None, ("nixl",)),
+        ("auto", 1, ("tcp",)),
+        ("nixl", 1, "rank 1: NIXL is not installed here"),
+        ("tcp", 1, ("tcp",)),
+    ],
+)
+def test_all_ranks_send_rows_as_all_can(
+    ranks: Ranks, tmp_path: Path, choice: TransferChoice, without: int | None, found: object
+) -> None:
+    folder = save_small_model("llama", tmp_path)
+    assert ranks.run(transfers_of_a_rank, folder, choice, without, world_size=2) == [found] * 2
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "default"])
