@@ -15,7 +15,8 @@ A request meets seven files, in this order:
 * `model_runner.py`: a rank's blocks, and the layers of the model over its tokens. A rank without
   tokens takes part in attention alone;
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
-  plans. From here on it is the runtime's: `distca/runtime/serving`.
+  plans. A `LayerWatch` hears of each layer, as prefill ranks do to send its rows. From here on it
+  is the runtime's: `distca/runtime/serving`.
 
 The rank that owns the last token of a sequence chooses the next (`worker.py`, `sampling.py`), and
 all engines learn it. `LLM` has an engine in each process, and so has `PrefillRank`

@@ -20,6 +20,7 @@ from distca.inference.models import FAMILIES as SERVED
 from distca.inference.models import ServedModel, read_model
 from distca.inference.sampling import SamplingParams
 from distca.inference.sequence_parallel import split_model
+from distca.inference.tensor_parallel import slice_config
 from distca.inference.verify import _no_further, compare
 from distca.plan import Mask, SteppedPlan
 from distca.schedule.serving import STRATEGIES
@@ -118,6 +119,16 @@ def test_every_family_has_one_processs_logits_and_tokens(
             sampling=SamplingParams(max_tokens=64) if full else GREEDY,
             tensor_parallel_size=tensor_parallel_size,
         )
+
+
+def test_a_slice_has_the_heads_of_a_model_that_does_not_say_how_wide_they_are() -> None:
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    assert not hasattr(config, "head_dim")
+    found = slice_config(config, 2)
+    assert (found.head_dim, found.num_attention_heads, found.num_key_value_heads) == (16, 2, 1)
+    assert slice_config(config, 4).num_key_value_heads == 1
 
 
 def test_slices_share_everything_but_what_is_small(ranks, tmp_path: Path) -> None:
