@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distca.commands.described import add_cluster_flags, cluster_of
 from distca.commands.main import main
-from distca.commands.verify import command, dying_peer, environment, ranks, training
+from distca.commands.verify import command, dying_peer, environment, kernels, ranks, training
 from distca.commands.verify.stage import Context, Fault, Line
 from distca.simulate import CLUSTERS, Cluster
 from distca.transport import collective
@@ -104,6 +104,18 @@ def test_what_does_not_fit_together(monkeypatch) -> None:
     with pytest.raises(Fault) as raised:
         environment.check_environment(mock.Mock())
     assert (raised.value.text, raised.value.cure) == ("greenlet: not installed", "pip")
+
+
+def test_a_kernel_that_refuses_a_call_is_named(monkeypatch) -> None:
+    """By an assertion, too, as those of FlashAttention 4 do."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("no heads of this size\nmore")
+
+    monkeypatch.setattr(kernels.TorchCpuKernel, "forward_paged", refuse)
+    context = mock.Mock(on_gpu=False, device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(Fault, match=r"^torch's CPU kernel: GQA: no heads of this size$"):
+        kernels.check_kernels(context)
 
 
 @pytest.mark.parametrize(

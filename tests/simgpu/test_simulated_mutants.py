@@ -118,6 +118,7 @@ EXPLAINED = {
     "megatron_patches/model/cuda_graphs.py CudaGraphEngine.warm_up: no stream": (
         "libraries make room for themselves on that stream, which are not simulated"
     ),
+    "megatron_patches/model/cuda_graphs.py CudaGraphEngine.warm_up: another stream": "likewise",
     "megatron_patches/model/cuda_graphs.py CudaGraphEngine.warm_up: no synchronize (2)": (
         "what warms up writes nothing that is read"
     ),
@@ -144,8 +145,11 @@ def send(a, b, x, device):
     found = {(each.line, each.what) for each in mutants(source)}
     assert found == {
         *((3, "no wait_stream"), (3, "wait_stream turned round")),
-        *((4, "no stream"), (5, "no record_stream"), (6, "on the host"), (6, "pageable")),
-        *((7, "pageable"), (7, "to the host"), (8, "no query"), (8, "no record_event")),
+        *((4, "no stream"), (4, "another stream")),
+        *((5, "no record_stream"), (5, "record_stream of another stream")),
+        *((6, "on the host"), (6, "pageable")),
+        *((7, "pageable"), (7, "to the host"), (7, "to another GPU")),
+        *((8, "no query"), (8, "no record_event")),
     }
     for each in mutants(source):
         compile(each.source, "mutant", "exec")

@@ -28,7 +28,15 @@ import torch.distributed as dist
 
 from distca.attention import flash
 from distca.commands.main import main
-from distca.commands.verify import answers, command, dying_peer, environment, links, transports
+from distca.commands.verify import (
+    answers,
+    command,
+    dying_peer,
+    environment,
+    links,
+    training,
+    transports,
+)
 from distca.commands.verify import ranks as verify_ranks
 from distca.commands.verify.ranks import Tell, chosen, join_ranks, run_stages
 from distca.commands.verify.stage import Context, Found, Line
@@ -132,6 +140,18 @@ def a_stage_does_not_end() -> Iterator[None]:
     ]
     with mock.patch.object(verify_ranks, "STAGES", late):
         threading.Timer(2.0, ended.set).start()
+        yield
+
+
+@fault("training")
+def keys_have_no_gradients_in_training() -> Iterator[None]:
+    popen = subprocess.Popen
+
+    def faulty(words: list[str], **more: Any) -> Any:
+        module = {"megatron_patches.pretrain": "support.faulty_training"}
+        return popen([module.get(word, word) for word in words], **more)
+
+    with mock.patch.object(training.subprocess, "Popen", faulty):
         yield
 
 

@@ -48,10 +48,12 @@ class Job:
     Attributes:
         model: sizes of the model.
         window: tokens of a micro-batch of all ranks together, which documents fill.
+        init_std: standard deviation of the first weights.
     """
 
     model: ModelSize
     window: int
+    init_std: float = 0.02
 
 
 _SMALL = ModelSize(2, 64, 4, 2, 16, 96, _VOCABULARY)
@@ -91,7 +93,8 @@ def check_training(context: Context) -> Found:
 
 def _compare(context: Context) -> Found:
     """Holds losses of all ranks against those of one process, and measures a larger job."""
-    job, ranks = Job(_SMALL, 512), context.local_size
+    # Smaller weights would see nearly the mean of all tokens, with hardly a gradient of keys.
+    job, ranks = Job(_SMALL, 512, init_std=0.1), context.local_size
     _write_documents(context, job)
     # A dense mask keeps documents apart there.
     plain = _train(context, job, 1, ["--attention-backend", "unfused"])
@@ -164,7 +167,7 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
         --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
         --micro-batch-size 1 --global-batch-size {_MICRO_BATCHES * ranks}
-        --lr 1e-3 --lr-decay-style constant
+        --lr 1e-3 --lr-decay-style constant --init-method-std {job.init_std}
         --train-iters {STEPS} --split 100,0,0 --log-interval 1 --eval-iters 0
         --seq-length {job.window // ranks} --max-position-embeddings {job.window}
         --distca-max-document-length {job.window}

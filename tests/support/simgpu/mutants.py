@@ -11,6 +11,9 @@ DROPPED = ("record", "record_stream", "synchronize", "wait", "wait_event", "wait
 TURNED = "wait_stream"
 _NO_STREAM = "__import__('contextlib').nullcontext()"
 _NO_EVENT = "__import__('torch').cuda.Event()"
+_OTHER_STREAM = "__import__('torch').cuda.Stream()"
+_OTHER_GPU = "(lambda t: t.device('cuda', 1 - t.cuda.current_device()))(__import__('torch'))"
+"""The other one of two."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,14 @@ def _unordered(node: ast.AST) -> Iterator[_Change]:
                 assert isinstance(call.func, ast.Attribute)
                 waits, other = map(ast.unparse, (call.func.value, call.args[0]))
                 yield (node, f"({other}).{name}({waits})", f"{name} turned round")
+            if name == "record_stream":
+                assert isinstance(call.func, ast.Attribute)
+                tensor = ast.unparse(call.func.value)
+                other = f"({tensor}).{name}({_OTHER_STREAM})"
+                yield (node, other, f"{name} of another stream")
         case ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="stream")) as call):
             yield (call, _NO_STREAM, "no stream")
+            yield (call, f"{ast.unparse(call.func)}({_OTHER_STREAM})", "another stream")
         case ast.Call(func=ast.Attribute(attr="query")):
             yield (node, "True", "no query")
         case ast.Call(func=ast.Attribute(attr="record_event")):
@@ -79,6 +88,7 @@ def _elsewhere(node: ast.AST) -> Iterator[_Change]:
     match node:
         case ast.Call(func=ast.Attribute(attr="to"), args=[where, *_]) if _names_a_device(where):
             yield (where, "'cpu'", "to the host")
+            yield (where, _OTHER_GPU, "to another GPU")
         case ast.Call(func=ast.Attribute(attr="pin_memory", value=value)):
             yield (node, f"({ast.unparse(value)})", "pageable")
 
