@@ -13,7 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.plan import Plan, Segments
+from distca.plan import Plan, Segments, Tasks
+from distca.plan.plan import KeyRanges
 from distca.plan.span import Bools, Int64s, covered, expand_ranges, numbered, order_by, sums
 
 
@@ -174,10 +175,11 @@ class KindRows:
         segments: rows that all servers need, and their owners.
         needed: those of them that the tasks need.
         local: rows that each rank owns, int64 `[ranks]`.
-        server: server of each task, int64 `[tasks]`.
-        start: first row of each task in global positions, likewise.
-        end: end of its rows, likewise.
-        causal: whether it ends on the diagonal, `[tasks]`.
+        server: server of each range of a task's rows, int64 `[ranges]`, one task after the other.
+            Each has one, but for the keys of documents with parents.
+        start: first row of each range in global positions, likewise.
+        end: its end, likewise.
+        causal: whether the task ends on the diagonal, `[ranges]`.
     """
 
     segments: Segments
@@ -264,15 +266,23 @@ def rows_of_kinds(plan: Plan, server: int | None = None) -> tuple[KindRows, Kind
         server: server whose tasks are wanted; None: all.
     """
     t = plan.tasks if server is None else plan.tasks[plan.tasks.server == server]
-    offset, causal = plan.document_offsets[t.document], t.ends_on_diagonal
+    keys = plan.key_ranges
+    if server is not None:
+        mine = plan.tasks.server[keys.task] == server
+        keys = KeyRanges(*(column[mine] for column in keys))
+    of_keys = plan.tasks[keys.task]
+    offset = plan.document_offsets[t.document]
 
-    def of_kind(segments: Segments, local: Int64s, start: Int64s, end: Int64s) -> KindRows:
+    def of_kind(
+        segments: Segments, local: Int64s, tasks: Tasks, start: Int64s, end: Int64s
+    ) -> KindRows:
         needed = segments if server is None else segments.select(segments.server == server)
-        return KindRows(segments, needed, local, t.server, offset + start, offset + end, causal)
+        return KindRows(segments, needed, local, tasks.server, start, end, tasks.ends_on_diagonal)
 
+    own, placed = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
     return (
-        of_kind(plan.q_segments, plan.own_tokens_per_rank(), t.q_start, t.q_end),
-        of_kind(plan.kv_segments, plan.placement.tokens_per_rank(), t.kv_start, t.kv_end),
+        of_kind(plan.q_segments, own, t, offset + t.q_start, offset + t.q_end),
+        of_kind(plan.kv_segments, placed, of_keys, keys.start, keys.end),
     )
 
 

@@ -11,11 +11,13 @@ module exports, and those of `hugging_face`, keep to semantic versions.
 """
 
 from distca.cost.volume import AttentionShape
-from distca.library.batch import Batch
-from distca.library.documents import IGNORED, Document, share_documents
+from distca.library.batch import Batch, Predictions, RolloutTokens
+from distca.library.documents import IGNORED, Document
 from distca.library.operation import core_attention
 from distca.library.planner import Planner
 from distca.library.plans import PlannedDocuments
+from distca.library.share import share_documents
+from distca.library.trees import Rollout, Tree, share_prefixes
 from distca.plan import Mask
 
 __all__ = [
@@ -26,6 +28,11 @@ __all__ = [
     "Mask",
     "PlannedDocuments",
     "Planner",
+    "Predictions",
+    "Rollout",
+    "RolloutTokens",
+    "Tree",
     "core_attention",
     "share_documents",
+    "share_prefixes",
 ]

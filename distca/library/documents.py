@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 IGNORED = -100
 """Target of a token that predicts nothing, as torch's and transformers' losses have it."""
@@ -35,15 +32,7 @@ class Document:
         for name, tensor in (("tokens", self.tokens), ("targets", self.targets)):
             if tensor is None:
                 continue
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(
-                    f"a document's {name} are a {type(tensor).__name__}: give a tensor, int64"
-                )
-            if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
-                raise ValueError(
-                    f"a document's {name} are {tensor.dtype} {list(tensor.shape)} on "
-                    f"{tensor.device}: give a tensor of one dimension, int64, on the CPU"
-                )
+            check_tensor(f"a document's {name}", tensor, torch.int64)
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
                 # A slice of a corpus would take all of it to other processes.
                 object.__setattr__(self, name, tensor.clone())
@@ -87,52 +76,22 @@ class Document:
         return torch.cat([self.tokens[1:], self.tokens.new_tensor([IGNORED])])
 
 
-def as_documents(given: Sequence[Document | torch.Tensor]) -> tuple[Document, ...]:
-    """Makes documents of those that are given as tokens alone.
-
-    Raises:
-        ValueError: see `Document`; or there are no documents.
-    """
-    if not len(given):
-        raise ValueError("there are no documents: give at least one")
-    return tuple(each if isinstance(each, Document) else Document(each) for each in given)
-
-
-def share_documents(
-    own: Sequence[Document | torch.Tensor], group: dist.ProcessGroup | None = None
-) -> tuple[Document, ...]:
-    """Returns the documents of all ranks of a group, in the order of the ranks. Collective.
-
-    For loops in which each rank reads documents of its own. `Planner.place` takes the same
-    documents on all ranks.
+def check_tensor(what: str, tensor: object, dtype: torch.dtype) -> None:
+    """Checks a tensor that a user gives.
 
     Args:
-        own: documents of this rank; it may have none.
-        group: the ranks; None: all.
+        what: what it is, in the plural.
+        tensor: the tensor.
+        dtype: dtype that it must have.
 
     Raises:
-        ValueError: a document of any rank cannot be used, or no rank has any; on all ranks.
+        ValueError: it is no tensor, or has another shape, dtype or device.
     """
-    mine: tuple[Document, ...] = ()
-    wrong = ""
-    try:
-        mine = as_documents(own) if len(own) else ()
-    except ValueError as error:
-        wrong = str(error)
-    sent = wrong, [(each.tokens, each.targets) for each in mine]
-    found = [sent] * dist.get_world_size(group)
-    dist.all_gather_object(found, sent, group)
-    for rank, (message, _) in enumerate(found):
-        if message:
-            raise ValueError(f"rank {rank}: {message}")
-    return as_documents([Document(*each) for _, of_rank in found for each in of_rank])
-
-
-def digest(documents: Sequence[Document]) -> int:
-    """Returns a number of 63 bits that other documents hardly have."""
-    summed = hashlib.blake2b(digest_size=8)
-    for each in documents:
-        summed.update(len(each.tokens).to_bytes(8, "little"))
-        summed.update(each.tokens.numpy().tobytes())
-        summed.update(each.next_tokens.numpy().tobytes())
-    return int.from_bytes(summed.digest(), "little") >> 1
+    wanted = str(dtype).removeprefix("torch.")
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what} are a {type(tensor).__name__}: give a tensor, {wanted}")
+    if tensor.dim() != 1 or tensor.dtype != dtype or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{what} are {tensor.dtype} {list(tensor.shape)} on {tensor.device}: give a tensor of "
+            f"one dimension, {wanted}, on the CPU"
+        )

@@ -107,20 +107,22 @@ def _masks_of(config: Any) -> tuple[Mask, ...]:
 def inputs_of(batch: Batch) -> dict[str, Any]:
     """Returns the arguments of a causal language model for this rank's tokens, `[1, rows]` each.
 
-    The loss that the model then returns is divided by the targets of all ranks.
+    The loss that the model then returns is divided by the targets of all ranks. With trees there
+    are no labels: give the model's logits to `Batch.loss`.
     """
-    targets = batch.targets[None]
-    return {
+    arguments = {
         "input_ids": batch.tokens[None],
         "position_ids": batch.positions[None],
-        # The model would shift labels, but the next token may be on another rank.
-        "labels": targets,
-        "shift_labels": targets,
-        # A micro-batch may be all prompt.
-        "num_items_in_batch": max(batch.num_targets, 1),
         "use_cache": False,
         IMPLEMENTATION: batch.handle,
     }
+    if batch.nodes.have_trees:
+        return arguments
+    targets = batch.targets[None]
+    # The model would shift labels, but the next token may be on another rank. A micro-batch may be
+    # all prompt.
+    labels = {"labels": targets, "shift_labels": targets}
+    return arguments | labels | {"num_items_in_batch": max(batch.num_targets, 1)}
 
 
 def _attend(

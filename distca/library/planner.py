@@ -16,9 +16,12 @@ from distca.attention.softcap import SoftCapped
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape
-from distca.library.batch import Batch, count_targets, rows_of_rank
-from distca.library.documents import Document, digest
+from distca.library.batch import Batch, Predictions
+from distca.library.documents import Document
+from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
+from distca.library.share import Given, digest
+from distca.library.trees import Tree
 from distca.plan import BLOCK, Mask
 from distca.runtime import AttentionCall, AttentionTimes, Buffers, EventCursor, Exchange, Trace
 from distca.runtime.attention_call import CallResources
@@ -130,14 +133,14 @@ class Planner:
     def bytes_sent(self) -> dict[str, int]:
         return dict(self._transport.bytes_sent)
 
-    def place(self, documents: PlannedDocuments | Sequence[Document | torch.Tensor]) -> Batch:
+    def place(self, documents: PlannedDocuments | Sequence[Given]) -> Batch:
         """Places a micro-batch. Collective: all ranks of the group place the same documents.
 
         The ranks compare their documents in the first batches.
 
         Args:
-            documents: documents, or their tokens alone, int64 `[tokens]`; or what `collate` made of
-                them before.
+            documents: documents, or their tokens alone, int64 `[tokens]`; trees of
+                `share_prefixes`; or what `collate` made of them before.
 
         Returns:
             This rank's tokens. It may have none where there are fewer tokens than ranks.
@@ -169,19 +172,26 @@ class Planner:
         self._placed[number] = exchanges
         while len(self._placed) > self._max_live:
             self._placed.popitem(last=False)
-        rows = rows_of_rank(made.documents, made.plans[0].placement, rank)
-        tokens, positions, targets = (self._to_device(each) for each in rows)
+        nodes, placement = Nodes(made.documents), made.plans[0].placement
+        rows = rows_of_rank(nodes, placement, rank)
+        tokens, positions = (self._to_device(each) for each in rows)
+        _, _, targets, weights = nodes.predictions
+        mine, row = map(torch.from_numpy, nodes.predictions_of_rank(placement, rank))
+        predictions = Predictions(row, targets[mine], weights[mine])
         return Batch(
             tokens,
             positions,
-            targets,
-            count_targets(made.documents),
+            Predictions(*map(self._to_device, predictions)),
+            len(targets),
+            float(weights.double().sum()),
             self._number * _BATCHES + number,
             made.plans,
+            nodes,
+            rank,
             self._group,
         )
 
-    def _compare(self, documents: Sequence[Document]) -> None:
+    def _compare(self, documents: Sequence[Document | Tree]) -> None:
         """Compares the documents of all ranks. Collective.
 
         Raises:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from distca.library.documents import Document, as_documents
+from distca.library.documents import Document
+from distca.library.nodes import Nodes
+from distca.library.share import Given, as_documents
+from distca.library.trees import Tree
 from distca.plan import Mask, Plan, validate_plan
-from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
+from distca.plan.span import Int64s
+from distca.schedule import (
+    ScheduleConfig,
+    TilesScheduler,
+    even_capacities,
+    make_scheduler,
+)
 
 
 @dataclass(frozen=True)
@@ -18,11 +25,11 @@ class PlannedDocuments:
     """Documents of a micro-batch and how ranks share them, the same on all ranks.
 
     Attributes:
-        documents: documents that all ranks share.
+        documents: documents and trees that all ranks share.
         plans: a plan for each mask, all with the same placement.
     """
 
-    documents: tuple[Document, ...]
+    documents: tuple[Document | Tree, ...]
     plans: tuple[Plan, ...]
 
 
@@ -42,22 +49,46 @@ class PlanDocuments:
     masks: tuple[Mask, ...]
     ranks: int
 
-    def __call__(self, given: Sequence[Document | torch.Tensor]) -> PlannedDocuments:
+    def __call__(self, given: Sequence[Given]) -> PlannedDocuments:
         """Plans a micro-batch.
 
         Args:
-            given: documents, or their tokens alone, int64 `[tokens]`.
+            given: documents, trees, or documents' tokens alone, int64 `[tokens]`.
 
         Raises:
-            ValueError: see `Document`; or there are no documents.
+            ValueError: see `Document`; there are no documents; or there are trees, and two
+                rollouts with one number or another scheduler than `tiles`.
         """
         documents = as_documents(given)
-        lengths = np.array([len(each.tokens) for each in documents], dtype=np.int64)
-        scheduler = make_scheduler(self.scheduler, self.config)
-        capacities = even_capacities(int(lengths.sum()), self.ranks)
-        first = scheduler.plan(lengths, capacities, self.masks[0])
-        others = (scheduler.schedule(lengths, first.placement, mask) for mask in self.masks[1:])
-        plans = first, *others
+        nodes = Nodes(documents)
+        capacities = even_capacities(int(nodes.own_lengths.sum()), self.ranks)
+        if nodes.have_trees:
+            plans = self._plan_trees(nodes, capacities)
+        else:
+            scheduler, lengths = make_scheduler(self.scheduler, self.config), nodes.lengths
+            first = scheduler.plan(lengths, capacities, self.masks[0])
+            others = (scheduler.schedule(lengths, first.placement, mask) for mask in self.masks[1:])
+            plans = first, *others
         for plan in plans:
             validate_plan(plan)
         return PlannedDocuments(documents, plans)
+
+    def _plan_trees(self, nodes: Nodes, capacities: Int64s) -> tuple[Plan, ...]:
+        if self.scheduler != "tiles":
+            raise ValueError(
+                f"the scheduler {self.scheduler} plans no rollouts that share tokens: make the "
+                'planner with scheduler="tiles"'
+            )
+        numbers = [n for each in nodes.documents if isinstance(each, Tree) for n in each.rollouts]
+        twice = [n for n, count in Counter(numbers).items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"two rollouts are number {twice[0]} in one micro-batch: give `share_prefixes` "
+                "another `first` for each call"
+            )
+        scheduler = TilesScheduler(self.config)
+        lengths, parents = nodes.lengths, nodes.parents
+        first = scheduler.plan(lengths, capacities, self.masks[0], parents)
+        placement = first.placement
+        others = (scheduler.schedule(lengths, placement, mask, parents) for mask in self.masks[1:])
+        return first, *others

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.plan.mask import Mask
 from distca.plan.placement import PlacedTokens, Placement, find_tokens
 from distca.plan.segments import Segments, find_segments
-from distca.plan.span import Bools, Int64s
+from distca.plan.span import Bools, Int64s, order_by
 from distca.plan.tasks import Tasks
 
 BLOCK = 128
 """Tokens in a block of the attention kernels; cuts fall on its multiples (paper, Section 4.2)."""
+
+
+class KeyRanges(NamedTuple):
+    """Keys of tasks: each has one range, or several where its document has a parent.
+
+    Attributes:
+        task: number of the task, rising, int64 `[ranges]`.
+        document: document whose own tokens they are, likewise.
+        start: first key, a global position, likewise.
+        end: end of the range, likewise.
+    """
+
+    task: Int64s
+    document: Int64s
+    start: Int64s
+    end: Int64s
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,10 @@ class Plan:
         head_groups: groups of heads, above 1 in inference alone. Each has documents of its own:
             document `group * sequences + sequence` is what the group's heads see of a sequence. A
             token of its owner has a row for each group, with the heads of that group.
+        parents: document whose tokens are the first of each document, its cached prefix, int64
+            `[documents]`; -1: none. None: no document has any. A document's *path* is its parent's
+            path and then its own tokens; positions and lengths are those of paths, and the
+            placement has own tokens alone. Documents with one parent share its tokens.
     """
 
     lengths: Int64s
@@ -47,6 +68,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     cached_prefix: Int64s | None = None
     head_groups: int = 1
+    parents: Int64s | None = None
 
     @property
     def world_size(self) -> int:
@@ -61,9 +83,45 @@ class Plan:
     def document_offsets(self) -> Int64s:
         """The start of each document when all are concatenated, `[documents]`.
 
-        Positions in this concatenation, *global positions*, number all tokens of the plan.
+        Positions in this concatenation, *global positions*, number all tokens of the plan. Where
+        documents have parents they number own tokens, and add up for queries alone: `key_ranges`
+        has those of keys.
         """
-        return np.cumsum(self.lengths) - self.lengths
+        starts = np.cumsum(self.own_lengths) - self.own_lengths
+        return starts - (self.lengths - self.own_lengths)
+
+    @property
+    def own_lengths(self) -> Int64s:
+        """Tokens of each document that are not its parent's, `[documents]`."""
+        if self.parents is None:
+            return self.lengths
+        assert self.cached_prefix is not None
+        return self.lengths - self.cached_prefix
+
+    @cached_property
+    def key_ranges(self) -> KeyRanges:
+        """The keys of each task in global positions, in the order of its path."""
+        t = self.tasks
+        numbers = np.arange(len(t))
+        if self.parents is None:
+            offset = self.document_offsets[t.document]
+            return KeyRanges(numbers, t.document, offset + t.kv_start, offset + t.kv_end)
+        assert self.cached_prefix is not None
+        document, first, end = t.document, t.kv_start, t.kv_end
+        found = []
+        # From each document to its parent, until no task has keys before.
+        while len(numbers):
+            start = np.maximum(first, self.cached_prefix[document])
+            offset, there = self.document_offsets[document], end > start
+            ranges = numbers, document, offset + start, offset + end
+            found.append(tuple(column[there] for column in ranges))
+            goes_on = first < start
+            numbers, first = numbers[goes_on], first[goes_on]
+            end = np.minimum(end, self.cached_prefix[document])[goes_on]
+            document = self.parents[document[goes_on]]
+        columns = [np.concatenate(each[::-1]) for each in zip(*found, strict=True)]
+        order = order_by(columns[0])
+        return KeyRanges(*(column[order] for column in columns))
 
     @cached_property
     def own_pieces(self) -> Bools:
@@ -84,25 +142,23 @@ class Plan:
 
         The query rows of a rank are numbered without its pieces of cached prefixes.
         """
-        rows = self.placement.first_rows(self.own_pieces)
-        return self._needed(self.tasks.q_start, self.tasks.q_end, rows)
+        rows, t = self.placement.first_rows(self.own_pieces), self.tasks
+        offset = self.document_offsets[t.document]
+        return self._needed(t.server, offset + t.q_start, offset + t.q_end, rows)
 
     @cached_property
     def kv_segments(self) -> Segments:
         """The key-value rows that each server needs for its tasks."""
-        rows = self.placement.first_rows()
-        return self._needed(self.tasks.kv_start, self.tasks.kv_end, rows)
+        rows, keys = self.placement.first_rows(), self.key_ranges
+        return self._needed(self.tasks.server[keys.task], keys.start, keys.end, rows)
 
     def owners(self, position: Int64s) -> PlacedTokens:
         """Returns where tokens are, by their global positions: rows count cached ones, too."""
         rows = self.placement.first_rows()
         return find_tokens(self.placement, self.document_offsets, rows, position)
 
-    def _needed(self, start: Int64s, end: Int64s, first_rows: Int64s) -> Segments:
-        offset, server = self.document_offsets[self.tasks.document], self.tasks.server
-        return find_segments(
-            server, offset + start, offset + end, self.placement, self.document_offsets, first_rows
-        )
+    def _needed(self, server: Int64s, start: Int64s, end: Int64s, first_rows: Int64s) -> Segments:
+        return find_segments(server, start, end, self.placement, self.document_offsets, first_rows)
 
     def loads(self) -> Int64s:
         """Returns the number of visible pairs that each server computes, `[world_size]`."""

@@ -8,6 +8,7 @@
      "kept": [[[queries, keys] of each key-value head, ...] of each task, ...],
                                                              only if tasks may drop rows
      "first_query": [position, ...],                         only if there are cached prefixes
+     "parents": [document or -1, ...],                       only if documents share prefixes
      "configuration": {"scheduler": ..., "window_left": ..., "block": ..., "notes": [...], ...}}
 
 `configuration` may have further entries that say what the plan was made for.
@@ -74,6 +75,8 @@ def save_plan(
     }
     if plan.cached_prefix is not None:
         saved["first_query"] = plan.cached_prefix.tolist()
+    if plan.parents is not None:
+        saved["parents"] = plan.parents.tolist()
     if stepped.kept is not None:
         saved["kept"] = np.stack(stepped.kept, axis=2).tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +133,7 @@ def load_stepped_plan(path: Path) -> tuple[SteppedPlan, dict[str, object]]:
             tuple(configuration.get("notes", ())),
             np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
             int(configuration.get("head_groups", 1)),
+            np.array(saved["parents"], dtype=np.int64) if "parents" in saved else None,
         )
         kept = None
         if "kept" in saved:

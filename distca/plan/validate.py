@@ -19,6 +19,7 @@ def validate_plan(plan: Plan) -> None:
         raise ValueError(
             f"not a valid plan: {plan.head_groups} head groups of {len(plan.lengths)} documents"
         )
+    _check_parents(plan)
     _check_placement(plan)
     _check_cached_prefixes(plan)
     _check_tasks(plan)
@@ -45,6 +46,19 @@ def _refuse(condition: Bools, what: str, *columns: Int64s) -> None:
         raise ValueError(f"not a valid plan: {what} (row {row}: {values})")
 
 
+def _check_parents(plan: Plan) -> None:
+    parents, prefix = plan.parents, plan.cached_prefix
+    if parents is None:
+        return
+    if prefix is None or prefix.shape != plan.lengths.shape or parents.shape != prefix.shape:
+        raise ValueError("not a valid plan: it has parents, but not one prefix for each document")
+    numbers = np.arange(len(parents))
+    # So that nobody is an ancestor of its own.
+    _refuse((parents < -1) | (parents >= numbers), "a parent is no earlier document", parents)
+    shared = np.where(parents < 0, 0, plan.lengths[parents])
+    _refuse(prefix != shared, "a prefix is not the parent's tokens", prefix, shared)
+
+
 def _check_placement(plan: Plan) -> None:
     placement = plan.placement
     documents = len(plan.lengths)
@@ -60,8 +74,9 @@ def _check_placement(plan: Plan) -> None:
         "placed on no rank",
         *columns,
     )
+    first = 0 if plan.parents is None else (plan.lengths - plan.own_lengths)[placement.document]
     _refuse(
-        (placement.start < 0)
+        (placement.start < first)
         | (placement.start >= placement.end)
         | (placement.end > plan.lengths[placement.document]),
         "a placed span is empty or outside its document",
@@ -72,7 +87,7 @@ def _check_placement(plan: Plan) -> None:
     ends = plan.document_offsets[placement.document[order]] + placement.end[order]
     expected = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
     _refuse(starts != expected, "the placement leaves out or repeats tokens", starts, expected)
-    if int(ends[-1] if len(ends) else 0) != int(plan.lengths.sum()):
+    if int(ends[-1] if len(ends) else 0) != int(plan.own_lengths.sum()):
         raise ValueError("not a valid plan: the placement leaves out the last tokens")
 
 

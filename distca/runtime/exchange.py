@@ -25,7 +25,7 @@ import torch
 from distca.attention.merge import LseMerge, Sums, lse_merge, sums_by_row
 from distca.cost.rows import KindRows, copied_in_pieces, rows_of_kinds, sent_rows
 from distca.cost.volume import Messages
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, Tasks
 from distca.plan.span import Bools, Int64s
 from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
 from distca.transport import Direction
@@ -269,14 +269,16 @@ def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
     moved_q, moved_kv = (Messages(*each.segments.moved(), world_size) for each in kinds)
     outgoing = peer_rows(*sent_by(rank, moved_q), *sent_by(rank, moved_kv))
     incoming = peer_rows(*sent_by(rank, moved_q.back), *sent_by(rank, moved_kv.back))
-    shapes = [shape for shape in (False, True) if (kinds[0].causal == shape).any()]
+    tasks = plan.tasks[plan.tasks.server == rank]
+    causal_tasks = tasks.ends_on_diagonal
+    shapes = [shape for shape in (False, True) if (causal_tasks == shape).any()]
     q_served, kv_served = (
         _served_rows(kind, rank, moved.received(), shapes)
         for kind, moved in zip(kinds, (moved_q, moved_kv), strict=True)
     )
     calls = [
         _kernel_call(
-            kinds,
+            tasks[causal_tasks == causal],
             causal,
             find_call_rows(q, q_served.local),
             find_call_rows(kv, kv_served.local),
@@ -339,10 +341,8 @@ def _served_rows(kind: KindRows, rank: int, received: Int64s, shapes: list[bool]
     )
 
 
-def _kernel_call(
-    kinds: tuple[KindRows, KindRows], causal: bool, q_rows: CallRows, kv_rows: CallRows
-) -> KernelCall:
-    queries, keys = ((each.end - each.start)[each.causal == causal] for each in kinds)
+def _kernel_call(tasks: Tasks, causal: bool, q_rows: CallRows, kv_rows: CallRows) -> KernelCall:
+    queries, keys = tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start
     return KernelCall(
         causal,
         int(queries.sum()),

@@ -158,10 +158,49 @@ def task_loads(
     return cost_model.seconds(tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start, pairs)
 
 
-def document_loads(lengths: Int64s, mask: Mask, cost_model: CostModel | None) -> Floats:
-    """Returns the load of each document as one task, `[documents]`, as `task_loads` does."""
+def document_loads(
+    lengths: Int64s, mask: Mask, cost_model: CostModel | None, prefix: Int64s | None = None
+) -> Floats:
+    """Returns the load of each document as one task, `[documents]`, as `task_loads` does.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`.
+        mask: attention mask of all documents.
+        cost_model: predicts seconds; None: loads are visible pairs.
+        prefix: first tokens of each document that have no queries, int64 `[documents]`; None: none.
+    """
     zeros, numbers = np.zeros_like(lengths), np.arange(len(lengths))
-    return task_loads(Tasks(numbers, zeros, lengths, zeros, lengths, zeros), mask, cost_model)
+    if prefix is None:
+        return task_loads(Tasks(numbers, zeros, lengths, zeros, lengths, zeros), mask, cost_model)
+    first_keys = mask.first_key(prefix)
+    return task_loads(Tasks(numbers, prefix, lengths, first_keys, lengths, zeros), mask, cost_model)
+
+
+def shared_prefixes(lengths: Int64s, parents: Int64s) -> Int64s:
+    """Returns the tokens of each document that are its parent's, int64 `[documents]`.
+
+    Args:
+        lengths: tokens of each document with those of its parent, int64 `[documents]`.
+        parents: an earlier document, whose tokens are the first of each document, or -1, int64
+            `[documents]`.
+
+    Raises:
+        ValueError: a parent is no earlier document, or a document has no tokens of its own.
+    """
+    wrong = np.flatnonzero((parents < -1) | (parents >= np.arange(len(parents))))
+    if len(wrong):
+        raise ValueError(
+            f"document {wrong[0]} has the parent {parents[wrong[0]]}: give an earlier document, "
+            "or -1 for none"
+        )
+    prefix = np.where(parents < 0, 0, lengths[parents])
+    wrong = np.flatnonzero(lengths <= prefix)
+    if len(wrong):
+        raise ValueError(
+            f"document {wrong[0]} has {lengths[wrong[0]]} tokens, {prefix[wrong[0]]} of which are "
+            "its parent's: give it at least one of its own"
+        )
+    return prefix
 
 
 def plan_at_home(

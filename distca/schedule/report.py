@@ -117,7 +117,7 @@ def describe(
         scheduler=plan.scheduler,
         servers=servers,
         documents=len(plan.lengths),
-        tokens=int(plan.lengths.sum()),
+        tokens=int(plan.own_lengths.sum()),
         tokens_max_over_mean=float(tokens.max() / max(tokens.mean(), 1)),
         documents_spanning=_in_several(placement.document, placement.rank, servers),
         documents_split=_in_several(tasks.document, tasks.server, servers),

@@ -34,9 +34,17 @@ _LEAST_GAIN = 0.95
 
 
 def initial_tasks(
-    lengths: Int64s, placement: Placement, mask: Mask, shape: AttentionShape, block: int
+    lengths: Int64s,
+    placement: Placement,
+    mask: Mask,
+    shape: AttentionShape,
+    block: int,
+    prefix: Int64s | None = None,
 ) -> Tasks:
-    """Makes grids of documents mirrored over many ranks, and tasks at home of all others."""
+    """Makes grids of documents mirrored over many ranks, and tasks at home of all others.
+
+    Documents with a `prefix`, tokens of a parent, have no grids.
+    """
     home = tasks_at_home(placement, mask)
     if mask.window_left is not None:
         return home
@@ -45,6 +53,7 @@ def initial_tasks(
         document
         for document in np.flatnonzero(owners >= _fewest_ranks(shape)).tolist()
         if lengths[document] >= 4 * block * owners[document]
+        and (prefix is None or not prefix[document])
     ]
     if not wide:
         return home

@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.plan import Mask, Placement, Tasks
+from distca.plan import Plan, Tasks
 from distca.plan.span import Floats, order_by
 from distca.schedule.base import ScheduleConfig, task_loads
 
@@ -91,9 +91,7 @@ class _Tile(NamedTuple):
 
 
 def balance(
-    tasks: Tasks,
-    placement: Placement,
-    mask: Mask,
+    plan: Plan,
     config: ScheduleConfig,
     traffic: Floats,
     buffered: Floats,
@@ -101,34 +99,31 @@ def balance(
     """Moves tiles until no server is above `(1 + tolerance)` times its target, or none helps.
 
     Args:
-        tasks: tasks so far, of a valid plan.
-        placement: placement of the plan.
-        mask: attention mask of all documents.
+        plan: a valid plan.
         config: tolerance, cost model, shape, links and bounds.
         traffic: seconds that each rank's link is busy with these tasks, `[ranks]`.
         buffered: bytes that each server receives to compute them, `[ranks]`.
     """
-    return _Mover(tasks, placement, mask, config, traffic, buffered).run()
+    return _Mover(plan, config, traffic, buffered).run()
 
 
 class _Mover:
     def __init__(
         self,
-        tasks: Tasks,
-        placement: Placement,
-        mask: Mask,
+        plan: Plan,
         config: ScheduleConfig,
         traffic: Floats,
         buffered: Floats,
     ) -> None:
-        self._tasks, self._placement = tasks, placement
-        self._mask, self._config = mask, config
+        self._plan, self._config = plan, config
+        tasks, mask = plan.tasks, plan.mask
+        self._tasks, self._mask = tasks, mask
         shape = config.shape
         self._q_bytes = shape.round_trip_bytes
         self._kv_bytes = shape.moved_kv_row_bytes
         self._all_pairs = tasks.pairs(mask)
         self._all_loads = task_loads(tasks, mask, config.cost_model, self._all_pairs)
-        servers = placement.world_size
+        servers = plan.world_size
         speeds = config.speeds_of(servers)
         loads = np.bincount(tasks.server, weights=self._all_loads, minlength=servers) / speeds
         self._loads: list[float] = loads.tolist()
@@ -163,14 +158,16 @@ class _Mover:
         return self._result()
 
     def _index_documents(self) -> None:
-        """Indexes who holds keys of a document: its owners, and the servers of its tasks."""
-        placement, tasks = self._placement, self._tasks
-        document = np.concatenate([placement.document, tasks.document])
+        """Indexes who holds keys of a document, but for its parent's: its owners, and the servers
+        of tasks that have some."""
+        placement, keys = self._plan.placement, self._plan.key_ranges
+        document = np.concatenate([placement.document, keys.document])
         self._holder_order = order_by(document)
         self._holder_document = document[self._holder_order]
-        self._holder = np.concatenate([placement.rank, tasks.server])
-        self._holds_from = np.concatenate([placement.start, tasks.kv_start])
-        self._holds_to = np.concatenate([placement.end, tasks.kv_end])
+        self._holder = np.concatenate([placement.rank, self._tasks.server[keys.task]])
+        offset = self._plan.document_offsets[keys.document]
+        self._holds_from = np.concatenate([placement.start, keys.start - offset])
+        self._holds_to = np.concatenate([placement.end, keys.end - offset])
 
     def _tasks_of(self, server: int) -> list[_Task]:
         if server not in self._touched:
@@ -184,6 +181,35 @@ class _Mover:
 
     def _holders(self, document: int) -> dict[int, list[tuple[int, int]]]:
         """Returns the servers with keys of a document, and the joined ranges that they have."""
+        path = self._path(document)
+        if len(path) == 1:
+            return self._holders_of_own(document)
+        held: dict[int, list[tuple[int, int]]] = {}
+        for each in path:
+            for server, spans in self._holders_of_own(each).items():
+                for start, end in spans:
+                    held[server] = _joined(held.get(server, []), start, end)
+        return held
+
+    def _path(self, document: int) -> list[int]:
+        """Lists a document, its parent, and so on."""
+        path, parents = [document], self._plan.parents
+        while parents is not None and parents[path[-1]] >= 0:
+            path.append(int(parents[path[-1]]))
+        return path
+
+    def _hold(self, document: int, server: int, start: int, end: int) -> None:
+        """Notes that a server has keys of a document."""
+        prefix = self._plan.cached_prefix
+        for each in self._path(document):
+            first = 0 if prefix is None else int(prefix[each])
+            if max(start, first) < end:
+                held = self._holders_of_own(each)
+                held[server] = _joined(held.get(server, []), max(start, first), end)
+            end = min(end, first)
+
+    def _holders_of_own(self, document: int) -> dict[int, list[tuple[int, int]]]:
+        """Returns the same without the keys of the document's parent."""
         if document not in self._held:
             low, high = np.searchsorted(self._holder_document, [document, document + 1])
             rows = self._holder_order[low:high]
@@ -379,8 +405,7 @@ class _Mover:
             self._by_load.pop(bisect_left(self._by_load, (self._loads[place], place)))
             self._loads[place] = sum([t.load for t in tasks]) / self._speeds[place]
             insort(self._by_load, (self._loads[place], place))
-        held = self._holders(task.document)
-        held[recipient] = _joined(held.get(recipient, []), span.kv_start, span.kv_end)
+        self._hold(task.document, recipient, span.kv_start, span.kv_end)
         rows = task.q_end - span.q_cut
         moved = rows * self._q_bytes + tile.kv_rows * self._kv_bytes
         seconds = moved * self._config.links.seconds_per_byte(server, recipient)

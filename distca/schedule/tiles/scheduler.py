@@ -48,6 +48,7 @@ from distca.schedule.base import (
     document_loads,
     relative_loads,
     server_loads,
+    shared_prefixes,
 )
 from distca.schedule.tiles.grid import initial_tasks
 from distca.schedule.tiles.moves import balance
@@ -94,21 +95,60 @@ class _Candidate:
         return int(self._moved.messages["dispatch"].received().max())
 
 
+@dataclass(frozen=True)
+class _Family:
+    """Documents that are planned together.
+
+    Attributes:
+        lengths: tokens of each, with those of its parent, int64 `[documents]`.
+        mask: attention mask of all.
+        parents: see `Plan.parents`.
+        prefix: tokens of each that are its parent's, int64 `[documents]`; None: there are none.
+    """
+
+    lengths: Int64s
+    mask: Mask
+    parents: Int64s | None = None
+    prefix: Int64s | None = None
+
+    @property
+    def own_lengths(self) -> Int64s:
+        """Tokens of each that are not its parent's."""
+        return self.lengths if self.prefix is None else self.lengths - self.prefix
+
+    def on_paths(self, placement: Placement) -> Placement:
+        """Counts the positions of own tokens from the first token of their paths."""
+        if self.prefix is None:
+            return placement
+        first = self.prefix[placement.document]
+        return replace(placement, start=placement.start + first, end=placement.end + first)
+
+
 class TilesScheduler:
     """The scheduler `tiles`, as the module describes it."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
 
-    def plan(self, lengths: Int64s, capacities: Int64s, mask: Mask) -> Plan:
+    def plan(
+        self, lengths: Int64s, capacities: Int64s, mask: Mask, parents: Int64s | None = None
+    ) -> Plan:
         """Makes a plan as `Scheduler.plan` says.
+
+        Args:
+            lengths: tokens of each document, with those of its parent, int64 `[documents]`.
+            capacities: tokens that each rank owns, int64 `[ranks]`.
+            mask: attention mask of all documents; it counts a parent's tokens, too.
+            parents: see `Plan.parents`; None: no document has any.
 
         Raises:
             BufferBoundError: no plan keeps to `max_buffer_bytes`.
+            ValueError: a parent is no earlier document, a document has no tokens of its own, or
+                there are parents and `max_buffer_bytes`.
         """
-        lengths = np.asarray(lengths, dtype=np.int64)
-        config = self._config
-        loads = document_loads(lengths, mask, config.cost_model)
+        family = self._family(lengths, mask, parents)
+        config, lengths = self._config, family.own_lengths
+        loads = document_loads(family.lengths, mask, config.cost_model, family.prefix)
         speeds = config.speeds_of(len(capacities))
         packing = Packing(
             capacities=capacities,
@@ -127,32 +167,58 @@ class TilesScheduler:
                 slack=slack * config.tolerance,
                 overfill=(1 - slack) * config.tolerance,
             )
-            placements.append(place_balanced(lengths, loads, setting))
-        found = [self._candidate(lengths, each, mask) for each in _different(placements)]
+            placements.append(family.on_paths(place_balanced(lengths, loads, setting)))
+        found = [self._candidate(family, each) for each in _different(placements)]
         bound = config.max_buffer_bytes
         too_much = bound is not None and all(c.most_received > bound for c in found)
         if too_much or len(capacities) <= _FEW_RANKS:
             # On few ranks the order of the documents may happen to be balanced.
-            found.append(self._candidate(lengths, place_in_turn(lengths, capacities), mask))
+            in_turn = family.on_paths(place_in_turn(lengths, capacities))
+            found.append(self._candidate(family, in_turn))
         if too_much:
             # Keeps documents whole wherever there is room for their tokens.
-            found.append(self._candidate(lengths, place_balanced(lengths, loads, packing), mask))
+            whole = family.on_paths(place_balanced(lengths, loads, packing))
+            found.append(self._candidate(family, whole))
         return self._best(found)
 
-    def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
-        """Makes a plan as `Scheduler.schedule` says.
+    def schedule(
+        self, lengths: Int64s, placement: Placement, mask: Mask, parents: Int64s | None = None
+    ) -> Plan:
+        """Makes a plan as `Scheduler.schedule` says; `lengths` and `parents` as `plan` has them.
 
         Raises:
             BufferBoundError: no plan with this placement keeps to `max_buffer_bytes`.
+            ValueError: as `plan`.
         """
-        lengths = np.asarray(lengths, dtype=np.int64)
-        return self._best([self._candidate(lengths, placement, mask)])
+        family = self._family(lengths, mask, parents)
+        return self._best([self._candidate(family, placement)])
 
-    def _candidate(self, lengths: Int64s, placement: Placement, mask: Mask) -> _Candidate:
+    def _family(self, lengths: Int64s, mask: Mask, parents: Int64s | None) -> _Family:
+        lengths = np.asarray(lengths, dtype=np.int64)
+        if parents is None:
+            return _Family(lengths, mask)
+        parents = np.asarray(parents, dtype=np.int64)
+        prefix = shared_prefixes(lengths, parents)
+        if self._config.max_buffer_bytes is not None:
+            raise ValueError("documents with parents are not planned with max_buffer_bytes")
+        return _Family(lengths, mask, parents, prefix)
+
+    def _candidate(self, family: _Family, placement: Placement) -> _Candidate:
         """Makes a plan with a placement."""
-        config = self._config
-        tasks = initial_tasks(lengths, placement, mask, config.shape, config.block)
-        plan = Plan(lengths, placement, tasks, mask, config.block, scheduler="tiles")
+        config, prefix = self._config, family.prefix
+        tasks = initial_tasks(
+            family.lengths, placement, family.mask, config.shape, config.block, prefix
+        )
+        plan = Plan(
+            family.lengths,
+            placement,
+            tasks,
+            family.mask,
+            config.block,
+            scheduler="tiles",
+            cached_prefix=prefix,
+            parents=family.parents,
+        )
         if config.max_buffer_bytes is not None:
             plan = bound_recv_bytes(plan, config.shape, config.max_buffer_bytes)
         return _Candidate(move_tiles(plan, config), config)
@@ -203,9 +269,7 @@ def move_tiles(plan: Plan, config: ScheduleConfig) -> Plan:
         return plan
     moved = plan_bytes(plan, config.shape)
     tasks = balance(
-        plan.tasks,
-        plan.placement,
-        plan.mask,
+        plan,
         config,
         config.links.busy_seconds(moved.forward()),
         moved.messages["dispatch"].received().astype(np.float64),

@@ -1,0 +1,152 @@
+"""Rollouts that share tokens: computed once on several ranks, as one by one in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from distca.library import Mask, Rollout, Tree, share_prefixes
+from distca.library.plans import PlanDocuments
+from distca.schedule import ScheduleConfig
+from support.rollout_loops import (
+    MIXES,
+    Trained,
+    place_both,
+    rollouts_of,
+    star,
+    train_on_trees,
+    train_one_by_one,
+)
+
+pytest.importorskip("transformers")
+
+PLAN = PlanDocuments("tiles", ScheduleConfig(block=16), (Mask(),), 2)
+
+
+@cache
+def alone(family: str, mix: str, clipped: bool) -> Trained:
+    return train_one_by_one(family, mix, clipped)
+
+
+def check(found: list[Trained], expected: Trained, one_mask: bool = True) -> None:
+    for rank in found:
+        assert rank.bytes_counted or not one_mask
+        assert rank.losses == pytest.approx(expected.losses, rel=3e-6, abs=3e-6)
+        for mine, theirs in zip(rank.gradients, expected.gradients, strict=True):
+            apart = {
+                name: float((mine[name] - each).norm() / each.norm().clamp_min(1e-12))
+                for name, each in theirs.items()
+            }
+            assert max(apart.values()) < 1e-5, apart
+        for mine, theirs in zip(rank.log_probabilities, expected.log_probabilities, strict=True):
+            for each, other in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(each, other, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_trees_are_rollouts_one_by_one(ranks: Any, mix: str, world_size: int) -> None:
+    found = ranks.run(train_on_trees, "llama", mix, world_size=world_size, timeout=400)
+    check(found, alone("llama", mix, False))
+    for step, rows in enumerate(zip(*(rank.rows for rank in found), strict=True)):
+        assert max(rows) - min(rows) <= 1
+        one_by_one = sum(len(each.tokens) for each in rollouts_of(mix, step))
+        assert sum(rows) < one_by_one / 1.3
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+def test_windows_count_tokens_along_the_path(ranks: Any, family: str) -> None:
+    found = ranks.run(train_on_trees, family, "turns", world_size=2, timeout=400)
+    check(found, alone(family, "turns", False), one_mask=family == "mistral")
+
+
+@pytest.mark.parametrize("mix", ["star", "turns"])
+def test_clipped_ratios_of_each_rollout(ranks: Any, mix: str) -> None:
+    found = ranks.run(train_on_trees, "llama", mix, True, world_size=2, timeout=400)
+    check(found, alone("llama", mix, True))
+
+
+def test_recomputed_layers_and_trees_of_each_rank(ranks: Any) -> None:
+    arguments = "llama", "pairs", False, True, True
+    found = ranks.run(train_on_trees, *arguments, world_size=2, timeout=400)
+    check(found, alone("llama", "pairs", False))
+
+
+def test_documents_and_trees_in_one_batch(ranks: Any) -> None:
+    rollouts = star_of(5)
+    for documents, predicted, message, rows, one_by_one in ranks.run(place_both, world_size=3):
+        assert "several next tokens" in message
+        assert [len(each) for each in documents] == [50, *tree_sizes(rollouts), 70]
+        for number, each in enumerate(rollouts):
+            torch.testing.assert_close(predicted[number][1:], each.tokens[1:])
+        assert rows < one_by_one
+
+
+def test_numbers_begin_where_they_are_told() -> None:
+    rollouts = star_of(1)
+    trees = share_prefixes(rollouts, 16, first=30)
+    assert sorted(n for tree in trees for n in tree.rollouts) == [*range(30, 30 + len(rollouts))]
+
+
+def star_of(seed: int) -> list[Rollout]:
+    return star(torch.Generator().manual_seed(seed))
+
+
+def tree_sizes(rollouts: list[Rollout]) -> list[int]:
+    return [each.tokens for each in share_prefixes(rollouts, 16)]
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 8, 1000])
+def test_prefixes_are_found(least: int, full: bool) -> None:
+    """Every rollout is a path, no token is held twice that may be shared, weights add up."""
+    for seed in range(2000 if full else 100):
+        random = Random(seed)
+        base = [random.randrange(3) for _ in range(30)]
+        rollouts = [
+            Rollout(torch.tensor([*base[: random.randint(0, 30)], random.randrange(3)]))
+            for _ in range(random.randint(1, 12))
+        ]
+        trees = share_prefixes(rollouts, least)
+        assert sorted(n for tree in trees for n in tree.rollouts) == [*range(len(rollouts))]
+        for tree in trees:
+            parents = set(tree.parents)
+            for node in parents - {-1}:
+                assert len(tree.nodes[node]) >= least
+            for rollout, end in zip(tree.rollouts, tree.ends, strict=True):
+                path = torch.cat([tree.nodes[node] for node in tree.path(end)])
+                assert path.tolist() == rollouts[rollout].tokens.tolist()
+        weights = sum(float(each.sum()) for tree in trees for each in tree.weights)
+        assert weights == sum(len(each.tokens) for each in rollouts)
+        held = sum(tree.tokens for tree in trees)
+        if least == 1:
+            prefixes = {tuple(r.tokens[:n].tolist()) for r in rollouts for n in range(1, 32)}
+            assert held == len(prefixes)
+        else:
+            assert held <= weights
+
+
+def test_mistakes_are_refused() -> None:
+    tokens, ones = torch.arange(4), torch.ones(4)
+    for make, message in (
+        (lambda: Rollout(tokens[:0]), "no tokens"),
+        (lambda: Rollout(tokens.float()), "int64"),
+        (lambda: Rollout([1, 2]), "a list: give a tensor"),  # type: ignore[arg-type]
+        (lambda: Rollout(tokens, ones[:2]), "4 tokens, but 2 weights"),
+        (lambda: Rollout(tokens, ones.double()), "float32"),
+        (lambda: Rollout(tokens, ones * torch.nan), "not finite"),
+        (lambda: share_prefixes([]), "no rollouts"),
+        (lambda: PLAN([*share_prefixes([Rollout(tokens)]) * 2]), "two rollouts are number 0"),
+        (lambda: replace(PLAN, scheduler="greedy")(share_prefixes([Rollout(tokens)])), "tiles"),
+        (lambda: share_prefixes([Rollout(tokens)], 0), "at least 1"),
+        (lambda: Tree((tokens, tokens), (-1, 1), (ones, ones), (0,), (1,)), "earlier node"),
+        (lambda: Tree((tokens, tokens), (-1, -1), (ones, ones), (0,), (1,)), "earlier node"),
+        (lambda: Tree((tokens,), (-1,), (ones[:1],), (0,), (0,)), "a weight for each"),
+        (lambda: Tree((tokens,), (-1,), (ones,), (0,), (1,)), "not there"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()  # type: ignore[no-untyped-call]

@@ -1,0 +1,75 @@
+"""Random documents that share prefixes, and which keys their queries see."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.plan import Mask, Plan
+from distca.plan.span import Int64s
+
+
+def random_family(random: np.random.Generator, most: int = 12) -> tuple[Int64s, Int64s]:
+    """Draws documents, some of them with parents.
+
+    Returns:
+        Lengths with those of the parents, and parents, int64 `[documents]` each.
+    """
+    count = int(random.integers(1, most + 1))
+    kind = random.choice(["any", "chain", "star", "none"])
+    longest = int(random.choice([1, 9, 70, 300]))
+    lengths, parents = np.zeros(count, dtype=np.int64), np.full(count, -1, dtype=np.int64)
+    for n in range(count):
+        if n and kind != "none":
+            others = {"chain": n - 1, "star": 0, "any": int(random.integers(-1, n))}
+            parents[n] = others[kind]
+        before = lengths[parents[n]] if parents[n] >= 0 else 0
+        lengths[n] = before + random.integers(1, longest + 1)
+    return lengths, parents
+
+
+def tokens_of_path(plan: Plan, document: int) -> Int64s:
+    """Global positions of a document's tokens, its parent's first."""
+    assert plan.parents is not None
+    assert plan.cached_prefix is not None
+    first, length = plan.cached_prefix[document], plan.lengths[document]
+    own: Int64s = plan.document_offsets[document] + np.arange(first, length)
+    parent = int(plan.parents[document])
+    return own if parent < 0 else np.concatenate([tokens_of_path(plan, parent), own])
+
+
+def visible(plan: Plan, mask: Mask) -> Int64s:
+    """How often each query should meet each key, by global positions, `[tokens, tokens]`."""
+    total = int(plan.own_lengths.sum())
+    found = np.zeros((total, total), dtype=np.int64)
+    for document, length in enumerate(plan.lengths.tolist()):
+        path = tokens_of_path(plan, document)
+        for position in range(length - int(plan.own_lengths[document]), length):
+            keys = path[int(mask.first_key(position)) : position + 1]
+            found[path[position], keys] = 1
+    return found
+
+
+def met(plan: Plan) -> Int64s:
+    """How often each query meets each key in the tasks, by global positions, as kernels see them:
+    each task's keys are its ranges of `Plan.key_ranges`, one after the other."""
+    total, mask, t, ranges = int(plan.own_lengths.sum()), plan.mask, plan.tasks, plan.key_ranges
+    found = np.zeros((total, total), dtype=np.int64)
+    for n in range(len(t)):
+        keys = np.concatenate(
+            [
+                np.arange(start, end)
+                for task, _, start, end in zip(*ranges, strict=True)
+                if task == n
+            ]
+        )
+        assert len(keys) == t.kv_end[n] - t.kv_start[n]
+        queries = plan.document_offsets[t.document[n]] + np.arange(t.q_start[n], t.q_end[n])
+        for row, query in enumerate(queries.tolist()):
+            if not t.ends_on_diagonal[n]:
+                found[query, keys] += 1
+                continue
+            # Aligned to the lower right, within the window.
+            last = len(keys) - len(queries) + row
+            first = 0 if mask.window_left is None else max(last - mask.window_left, 0)
+            found[query, keys[first : last + 1]] += 1
+    return found

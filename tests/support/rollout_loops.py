@@ -1,0 +1,226 @@
+"""Training on rollouts that share tokens, on live ranks, and one by one in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.library import Document, Planner, Rollout, share_documents, share_prefixes
+from distca.library import hugging_face as hf
+from support.library_loops import BLOCK, VOCABULARY, counted, make_model
+
+LEAST = 16
+
+
+def _tokens(made: torch.Generator, count: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count,), generator=made)
+
+
+def _rollout(parts: Sequence[torch.Tensor], trained: Sequence[float]) -> Rollout:
+    """A rollout of parts, each with a weight of its tokens' losses."""
+    pairs = zip(parts, trained, strict=True)
+    weights = [torch.full((len(part),), each) for part, each in pairs]
+    return Rollout(torch.cat(list(parts)), torch.cat(weights))
+
+
+def star(made: torch.Generator) -> list[Rollout]:
+    """Responses to two prompts, with advantages; some tokens' responses begin alike."""
+    found = []
+    for prompt, lengths in ((400, (60, 33, 90, 5, 71)), (37, (120, 1, 64))):
+        shared = _tokens(made, prompt)
+        for number, length in enumerate(lengths):
+            parts = shared, _tokens(made, length)
+            found.append(_rollout(parts, (0.0, (-1.0) ** number * (0.5 + number))))
+    return found
+
+
+def turns(made: torch.Generator) -> list[Rollout]:
+    """A conversation that branches after each turn; its earlier answers are trained, too."""
+    found, history, trained = [], [_tokens(made, 90)], [0.0]
+    for turn in range(4):
+        for _ in range(2):
+            answer = _tokens(made, 20 + 15 * turn)
+            found.append(_rollout([*history, answer], [*trained, 1.0]))
+        history += [answer, _tokens(made, 25)]
+        trained += [1.0, 0.0]
+    return found
+
+
+def pairs(made: torch.Generator) -> list[Rollout]:
+    """Preference pairs: a chosen and a rejected answer to each question."""
+    found = []
+    for question in (300, 40, 120, 17):
+        shared = _tokens(made, question)
+        for sign in (1.0, -1.0):
+            found.append(_rollout((shared, _tokens(made, 50)), (0.0, sign)))
+    return found
+
+
+def odd(made: torch.Generator) -> list[Rollout]:
+    """Equal rollouts, one that is another's beginning, one of one token, and one alone."""
+    long, other = _tokens(made, 333), _tokens(made, 64)
+    found = [Rollout(long), Rollout(long.clone()), Rollout(long[:150]), Rollout(long[:10])]
+    found += [Rollout(long[:1]), Rollout(other), Rollout(torch.cat([long[:150], other]))]
+    return found
+
+
+MIXES: dict[str, Callable[[torch.Generator], list[Rollout]]] = {
+    "star": star,
+    "turns": turns,
+    "pairs": pairs,
+    "odd": odd,
+}
+
+
+def rollouts_of(mix: str, step: int) -> list[Rollout]:
+    """The rollouts of a step."""
+    return MIXES[mix](torch.Generator().manual_seed(step))
+
+
+@dataclass
+class Trained:
+    """What steps on rollouts gave.
+
+    Attributes:
+        losses: loss of each step.
+        gradients: gradients of each step, by parameter.
+        log_probabilities: of each step and rollout, `[tokens]`.
+        rows: rows that this rank computed in each step.
+        bytes_counted: whether it sent what the plans say.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    log_probabilities: list[list[torch.Tensor]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    bytes_counted: bool = False
+
+
+def _divisor(rollouts: Sequence[Rollout]) -> int:
+    """Tokens of all rollouts: weights of both signs may add up to nothing."""
+    return sum(len(each.tokens) for each in rollouts)
+
+
+def _old(rollout: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """A made-up difference to the log-probability of an older policy."""
+    return 0.3 * torch.sin(3.0 * rollout + 0.7 * position)
+
+
+def _clipped(log: torch.Tensor, rollout: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """The clipped loss of PPO and GRPO, with an advantage of each rollout."""
+    ratio = torch.exp(log - log.detach() - _old(rollout, position))
+    advantage = torch.cos(1.0 + rollout)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+
+
+def _descend(model: Any, trained: Trained) -> None:
+    named = dict(model.named_parameters())
+    trained.gradients.append({name: each.grad.clone() for name, each in named.items()})
+    with torch.no_grad():
+        for each in named.values():
+            each -= 0.02 * each.grad
+
+
+def train_one_by_one(family: str, mix: str, clipped: bool) -> Trained:
+    """Two steps in one process, each rollout by itself."""
+    model, trained = make_model(family, "eager"), Trained()
+    for step in range(2):
+        model.zero_grad()
+        rollouts, logs, total = rollouts_of(mix, step), [], 0.0
+        weights = [
+            torch.ones(len(each.tokens)) if each.weights is None else each.weights
+            for each in rollouts
+        ]
+        divisor = _divisor(rollouts)
+        for number, each in enumerate(rollouts):
+            log = torch.zeros(len(each.tokens))
+            if len(log) > 1:
+                logits = model(input_ids=each.tokens[None]).logits[0, :-1].float()
+                log = -torch.nn.functional.cross_entropy(logits, each.tokens[1:], reduction="none")
+                position = torch.arange(1, len(each.tokens))
+                if clipped:
+                    loss = _clipped(log, torch.full_like(position, number), position)
+                else:
+                    loss = -(log * weights[number][1:]).sum() / divisor
+                loss.backward()
+                total += loss.item()
+                log = torch.cat([torch.zeros(1), log.detach()])
+            logs.append(log)
+        trained.losses.append(total)
+        trained.log_probabilities.append(logs)
+        _descend(model, trained)
+    return trained
+
+
+def train_on_trees(
+    family: str, mix: str, clipped: bool = False, checkpointing: bool = False, own: bool = False
+) -> Trained:
+    """The same steps on trees that the ranks share."""
+    hf.register()
+    model, trained = make_model(family, hf.IMPLEMENTATION), Trained()
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    planner = Planner(**hf.planner_arguments(model.config, torch.float32), block=BLOCK)
+    placed = []
+    for step in range(2):
+        model.zero_grad()
+        rollouts = rollouts_of(mix, step)
+        trees: Any = share_prefixes(rollouts, LEAST)
+        if own:
+            trees = share_documents(trees[dist.get_rank() :: dist.get_world_size()])
+        batch = planner.place(planner.collate(trees))
+        placed.append(batch)
+        log = batch.log_probabilities(model(**hf.inputs_of(batch)).logits)
+        if clipped:
+            entries = batch.rollout_tokens()
+            loss = _clipped(log[entries.prediction], entries.rollout, entries.position)
+        else:
+            loss = -(log * batch.predictions.weights).sum() / _divisor(rollouts)
+        loss.backward()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        found = batch.gather_rollouts(log)
+        trained.losses.append(float(whole))
+        trained.log_probabilities.append([found[n] for n in range(len(rollouts))])
+        trained.rows.append(len(batch.tokens))
+        _descend(model, trained)
+    layers = model.config.num_hidden_layers
+    trained.bytes_counted = counted(planner, placed, layers, 2 if checkpointing else 1)
+    planner.close()
+    return trained
+
+
+def place_both() -> tuple[list[torch.Tensor], dict[int, torch.Tensor], str, int, int]:
+    """Documents and trees in one micro-batch: tokens by document, predicted tokens by rollout, what
+    `targets` says, and tokens on all ranks and of all rollouts."""
+    planner = Planner(hf_shape(), block=BLOCK)
+    made = torch.Generator().manual_seed(5)
+    rollouts = star(made)
+    given = [_tokens(made, 50), *share_prefixes(rollouts, LEAST), Document(_tokens(made, 70))]
+    batch = planner.place(given)
+    predicted = batch.gather_rollouts(batch.predictions.targets)
+    try:
+        message = str(batch.targets)
+    except ValueError as error:
+        message = str(error)
+    found = batch.gather(batch.tokens)
+    planner.close()
+    total = torch.tensor(len(batch.tokens))
+    dist.all_reduce(total)
+    return found, predicted, message, int(total), sum(len(each.tokens) for each in rollouts)
+
+
+def hf_shape() -> Any:
+    """Heads of a small model."""
+    from distca.library import AttentionShape
+
+    return AttentionShape(4, 2, 16, 4)
