@@ -105,6 +105,19 @@ def test_one_layer_on_virtual_servers(tmp_path) -> None:
     assert any("flash_attention" in event.get("name", "") for event in timeline["traceEvents"])
 
 
+def test_rollouts(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    mix = "one prompt"
+    run("training/rollouts", tmp_path, "--ranks", "2", "--rounds", "1", "--mixes", mix)
+    found = json.loads((tmp_path / "rollouts.json").read_text())
+    tokens = {(case["way"], case["ranks"]): case["tokens"] for case in found}
+    for ranks in (1, 2):
+        assert tokens["one by one", ranks] == 8 * (2048 + 512)
+        assert tokens["whole trees", ranks] == tokens["shared out", ranks] == 2048 + 8 * 512
+    assert all(case["busiest"][0] > 0 for case in found)
+    assert "| one prompt | 2 | 20,480 | 6,144 |" in (tmp_path / "rollouts.md").read_text()
+
+
 def test_more_ranks(tmp_path) -> None:
     """The command, in a small form; what it computes is in test_more_ranks.py."""
     sizes = ["--ranks", "4", "--ranks-of-longest", "1", "2", "--seq-length", "512", "--seeds", "2"]

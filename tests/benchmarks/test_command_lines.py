@@ -30,6 +30,7 @@ MISTAKES = [
     ("kernels.fused_rows", "--tokens 0", "--tokens 0: give at least 1"),
     ("serving.cdsp_capacity", "--output OUT --seeds -1", "--seeds -1: give at least 0"),
     ("training.more_ranks", "--output OUT --tolerances -1", "--tolerances -1.0: give at least 0"),
+    ("training.rollouts", "--output OUT --mixes x", "argument --mixes: invalid choice: 'x'"),
     ("training.throughput", "--schedulers tiles --rounds 0", "--rounds 0: give at least 1"),
     ("training.throughput", "--distca-backward keep --peak-tflops -1", "give more than 0"),
     ("cluster.paper", "table4 --output OUT --batches 0", "--batches 0: give at least 1"),

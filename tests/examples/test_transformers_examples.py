@@ -22,7 +22,7 @@ def losses(example: str, ranks: int, *more: str) -> list[float]:
     command += more
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [float(loss) for loss in re.findall(r"(?:'loss': '|: loss )(\d\.\d+)", done.stdout)]
+    return [float(loss) for loss in re.findall(r"(?:'loss': '|: loss )(-?\d\.\d+)", done.stdout)]
 
 
 def test_fully_sharded() -> None:
@@ -37,3 +37,9 @@ def test_trainer() -> None:
     for more in ((), ("--accumulate", "2")):
         found = losses("transformers_trainer", 2, *more)
         assert found == pytest.approx(losses("transformers_fsdp", 1), abs=1e-3)
+
+
+def test_rollouts() -> None:
+    shared = losses("rollouts", 2)
+    assert len(shared) == STEPS
+    assert losses("rollouts", 2, "--least", "1000000") == pytest.approx(shared, abs=3e-6)
