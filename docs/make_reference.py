@@ -13,7 +13,13 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.commands import serving_requests, serving_step, tune_groups, tune_sparsity
+from distca.commands import (
+    serving_requests,
+    serving_step,
+    simulate_rollouts,
+    tune_groups,
+    tune_sparsity,
+)
 from distca.commands.main import COMMANDS
 from megatron_patches.flags.distca import add_distca_arguments
 
@@ -128,6 +134,8 @@ def page() -> str:
                 lines += ["", f"## distca tune {other}"]
                 lines += _tables(parser.build_parser())
         if name == "simulate":
+            lines += ["", "## distca simulate rollouts"]
+            lines += _tables(simulate_rollouts.build_parser())
             lines += ["", "## distca simulate --serving"]
             lines += _tables(serving_requests.build_parser())
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from distca.commands import serving_requests, serving_step
+from distca.commands import serving_requests, serving_step, simulate_rollouts
 from distca.commands.command_line import Parser, check_output, check_picture, unknown
 from distca.commands.described import (
     add_charge_flags,
@@ -84,8 +84,9 @@ examples:
 Documents are packed into sequences of --context tokens and cut where these end, for all systems
 alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's best configuration.
 
-`distca simulate prefill` and `distca simulate decode` simulate inference, and
-`distca simulate --serving` a cluster that serves: see their --help.
+`distca simulate rollouts` simulates rollouts that share prompts, `distca simulate prefill` and
+`distca simulate decode` inference, and `distca simulate --serving` a cluster that serves: see their
+--help.
 """
 
 
@@ -220,6 +221,8 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     if argv and argv[0] in serving_step.KINDS:
         return serving_step.simulate(argv)
+    if argv and argv[0] == "rollouts":
+        return simulate_rollouts.main(argv[1:])
     if "--serving" in argv:
         return serving_requests.main(argv)
     parser = build_parser()

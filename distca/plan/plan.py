@@ -108,9 +108,9 @@ class Plan:
             return KeyRanges(numbers, t.document, offset + t.kv_start, offset + t.kv_end)
         assert self.cached_prefix is not None
         document, first, end = t.document, t.kv_start, t.kv_end
-        found = []
+        found: list[tuple[Int64s, ...]] = []
         # From each document to its parent, until no task has keys before.
-        while len(numbers):
+        while not found or len(numbers):
             start = np.maximum(first, self.cached_prefix[document])
             offset, there = self.document_offsets[document], end > start
             ranges = numbers, document, offset + start, offset + end

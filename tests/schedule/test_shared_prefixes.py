@@ -117,6 +117,12 @@ def test_a_plan_is_saved_with_its_parents(tmp_path: Path) -> None:
     np.testing.assert_array_equal(met(loaded), met(plan))
 
 
+def test_a_plan_without_tasks_has_no_keys() -> None:
+    plan = plan_of(np.array([300, 350]), np.array([-1, 0]), 2)
+    empty = replace(plan, tasks=plan.tasks[:0])
+    assert len(empty.key_ranges.task) == len(empty.kv_segments.start) == 0
+
+
 def test_wrong_plans_are_refused() -> None:
     plan = plan_of(np.array([300, 350, 420, 90]), np.array([-1, 0, 1, -1]), 2)
     prefix = plan.cached_prefix

@@ -1,0 +1,252 @@
+"""`distca simulate rollouts`: what it gains to compute shared prompts once, on all ranks.
+
+    distca simulate rollouts --prompt 65536 --responses 16 --response 8192 --groups 32 \\
+        --model llama-8b --cluster dgx-h200 --gpus 64
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from distca.commands.command_line import Parser
+from distca.commands.described import (
+    add_charge_flags,
+    add_cluster_flags,
+    add_model_flags,
+    cluster_of,
+    flag_of,
+    model_of,
+)
+from distca.commands.simulate_report import RATES, charged_line
+from distca.commands.verdict import title_of
+from distca.progress import progress
+from distca.simulate import MEGATRON, Choice, Outcome, Workload, advise
+from distca.simulate.hybrid import HYBRID
+from distca.simulate.rollouts import (
+    Group,
+    TreeLayout,
+    draw_groups,
+    layouts,
+    one_by_one,
+    simulate_trees,
+)
+from distca.simulate.speed_up import SpeedUp
+
+_SYSTEMS = (*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles")
+_TOLERANCE = 0.05
+_DESCRIPTION = """\
+Says how fast a job of post-training would be whose rollouts share prompts: with each shared token
+computed once and spread over all ranks, with whole trees on groups of ranks, and one by one.
+Nothing is trained, and no GPU is needed: iterations are simulated.
+"""
+_EXAMPLES = """\
+example:
+  distca simulate rollouts --prompt 65536 --responses 16 --response 8192 --groups 32 \\
+      --model llama-8b --cluster dgx-h200 --gpus 64
+
+Rollouts one by one are packed in sequences and simulated as `distca simulate` does, in the best
+configuration of each system. Trees have no pipelines.
+"""
+_NUMBERS = {
+    "prompt": "Tokens of a prompt, on average.",
+    "responses": "Responses to each prompt.",
+    "response": "Tokens of a response, on average.",
+    "groups": "Prompts of a global batch.",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to train, in its best configuration.
+
+    Attributes:
+        title: what it is.
+        configuration: its sizes.
+        seconds: time of an iteration of each batch, of as many tokens as the batch's rollouts have.
+        memory_gb: memory of the GPU that needs most.
+        idle: share of the time in which compute is not busy.
+    """
+
+    title: str
+    configuration: str
+    seconds: tuple[float, ...]
+    memory_gb: float
+    idle: float
+
+
+def build_parser() -> Parser:
+    """Makes the parser of the command's flags."""
+    parser = Parser("simulate rollouts", _DESCRIPTION, _EXAMPLES)
+    rollouts = parser.add_argument_group("rollouts")
+    for name, what in _NUMBERS.items():
+        rollouts.add_argument(flag_of(name), type=int, required=True, metavar="N", help=what)
+    rollouts.add_argument(
+        "--spread",
+        type=float,
+        default=0.5,
+        metavar="X",
+        help="How much lengths differ: the standard deviation of their logarithm. 0: all are "
+        "equal. Default: 0.5.",
+    )
+    rollouts.add_argument(
+        "--batches", type=int, default=3, metavar="N", help="Global batches. Default: 3."
+    )
+    rollouts.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Another seed draws other lengths."
+    )
+    add_model_flags(parser)
+    cluster = add_cluster_flags(parser)
+    cluster.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job."
+    )
+    add_charge_flags(parser)
+    search = parser.add_argument_group("search (what is tried to find each way's best)")
+    search.add_argument(
+        "--tensor-model-parallel-sizes",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="Sizes of tensor parallelism to try.",
+    )
+    search.add_argument(
+        "--systems",
+        nargs="+",
+        choices=_SYSTEMS,
+        default=list(_SYSTEMS),
+        metavar="NAME",
+        help="What computes rollouts one by one, as in `distca simulate`. Default: all.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print all figures as JSON.")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status."""
+    args = build_parser().parse(argv)
+    for name in (*_NUMBERS, "gpus", "batches"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{flag_of(name)} {getattr(args, name)}: give at least 1")
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} must not be negative")
+    if min(args.tensor_model_parallel_sizes) < 1:
+        raise ValueError("--tensor-model-parallel-sizes: every size must be at least 1")
+    numbers = (args.prompt, args.responses, args.response, args.groups, args.spread)
+    batches = [draw_groups(*numbers, args.seed + n) for n in range(args.batches)]
+    context, packed = one_by_one(batches)
+    workload = Workload(
+        model_of(args), cluster_of(args), args.gpus, context, len(packed[0]), _TOLERANCE
+    )
+    if workload.model.experts is not None:
+        raise ValueError("models with experts are not simulated on rollouts: give another --model")
+    tried = layouts(args.groups, workload, args.tensor_model_parallel_sizes)
+    rows: list[Row] = []
+    with progress("distca simulate", "layouts of trees", len(tried)) as shown:
+        for title, some in (
+            ("trees over all ranks (DistCA)", [e for e in tried if e.ranks_of_tree is None]),
+            ("each tree on some ranks", [e for e in tried if e.ranks_of_tree is not None]),
+        ):
+            row = _best_of_trees(title, some, batches, workload, shown.update)
+            rows += [] if row is None else [row]
+    with progress("distca simulate", doing="rollouts one by one, which takes minutes"):
+        sizes = args.tensor_model_parallel_sizes
+        choices = advise(workload, packed, args.systems, sizes, [1, 2, 4, 8])
+    apart = [_row_of(choice, batches, workload) for choice in choices if choice.candidate]
+    rows += sorted(apart, key=lambda row: sum(row.seconds))
+    if args.json:
+        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    else:
+        sys.stdout.write(_report(rows, batches, workload) + "\n")
+    return 0
+
+
+def _best_of_trees(
+    title: str,
+    tried: Sequence[TreeLayout],
+    batches: Sequence[Sequence[Group]],
+    workload: Workload,
+    told: Callable[[], None],
+) -> Row | None:
+    """Returns the layout that is fastest in the first batch of those that fit in all; None: none
+    does."""
+    found: list[tuple[float, TreeLayout, Outcome]] = []
+    for layout in tried:
+        outcome = simulate_trees(batches[0], workload, layout)
+        told()
+        if outcome.fits:
+            found.append((outcome.seconds, layout, outcome))
+    for _, layout, first in sorted(found, key=lambda each: each[0]):
+        outcomes = [first]
+        outcomes += (simulate_trees(groups, workload, layout) for groups in batches[1:])
+        if all(outcome.fits for outcome in outcomes):
+            return Row(
+                title,
+                str(layout),
+                tuple(outcome.seconds for outcome in outcomes),
+                max(float(outcome.memory_bytes.max()) for outcome in outcomes) / 1e9,
+                sum(outcome.idle for outcome in outcomes) / len(outcomes),
+            )
+    return None
+
+
+def _row_of(choice: Choice, batches: Sequence[Sequence[Group]], workload: Workload) -> Row:
+    """Returns a system's row, whose sequences have somewhat more tokens than the rollouts."""
+    packed = workload.sequences * workload.context
+    shares = [sum(sum(group.rollouts) for group in groups) / packed for groups in batches]
+    return Row(
+        f"one by one: {title_of(choice)}",
+        str(choice.candidate),
+        tuple(each * s for each, s in zip(choice.seconds_of_batches, shares, strict=True)),
+        choice.memory_gb,
+        choice.idle,
+    )
+
+
+def _report(rows: Sequence[Row], batches: Sequence[Sequence[Group]], workload: Workload) -> str:
+    apart = [row for row in rows if row.title.startswith("one by one")]
+    trees = [row for row in rows if not row.title.startswith("one by one")]
+    tokens = [sum(sum(group.rollouts) for group in groups) for groups in batches]
+    held = sum(sum(group.tokens for group in groups) for groups in batches)
+    cluster, mean = workload.cluster, sum(tokens) / len(tokens)
+    lines = [
+        _answer(trees, apart),
+        f"{workload.gpus} GPUs of {cluster.name}, {len(batches[0])} prompts with "
+        f"{len(batches[0][0].responses)} responses each, {mean:,.0f} tokens one by one, "
+        f"{held / len(batches):,.0f} as trees,\n{len(batches)} batch(es); simulated, not measured",
+        f"{'':48}{'tokens/s':>12}{'s':>9}{'GB a GPU':>10}{'idle':>7}  "
+        f"{'first row over it':24}configuration",
+    ]
+    for row in rows:
+        over = "" if row is rows[0] else str(SpeedUp.of(rows[0].seconds, row.seconds))
+        lines.append(
+            f"{row.title:48}{sum(tokens) / sum(row.seconds):>12,.0f}"
+            f"{sum(row.seconds) / len(row.seconds):>9.3f}{row.memory_gb:>10.1f}{row.idle:>7.1%}  "
+            f"{over:24}{row.configuration}"
+        )
+    lines += [
+        "tokens/s counts a shared token once for each rollout that has it.",
+        RATES.format(
+            attention=cluster.attention_tflops, mfu=cluster.linear_mfu, peak=cluster.peak_tflops
+        ),
+        charged_line(cluster.charges),
+    ]
+    return "\n".join(lines)
+
+
+def _answer(trees: Sequence[Row], apart: Sequence[Row]) -> str:
+    if not trees:
+        return "Trees do not fit in memory without pipelines: use more GPUs."
+    if not apart:
+        return "Share prompts: one by one nothing that was simulated fits in memory."
+    gain = SpeedUp.of(trees[0].seconds, apart[0].seconds)
+    best = apart[0].title.removeprefix("one by one: ")
+    answer = f"Share prompts: {gain} times as fast as rollouts one by one with the fastest, {best}"
+    if gain.mean < 1 or gain.faster is False:
+        return f"Don't share prompts: {gain} times as fast as rollouts one by one with {best}."
+    if len(trees) > 1:
+        over = SpeedUp.of(trees[0].seconds, trees[1].seconds)
+        answer += f", and {over} times as whole trees on groups of ranks"
+    return answer + "."

@@ -1,0 +1,314 @@
+"""Iterations on rollouts that share prompts, as trees: over all ranks, or each on some of them.
+
+Systems that compute rollouts one by one are simulated as any job whose documents are the rollouts
+(`one_by_one`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan.span import Int64s
+from distca.schedule import (
+    ExecutionOptions,
+    PlannedGlobalBatch,
+    PlannedTick,
+    ScheduleConfig,
+    TilesScheduler,
+    even_capacities,
+)
+from distca.simulate.disaggregated import simulate_ticks
+from distca.simulate.outcome import Outcome
+from distca.simulate.workload import Candidate, Workload, token_pairs
+
+_CONTEXT_MULTIPLE = 8192
+"""Number that divides the length of sequences in which rollouts are packed one by one."""
+_FILLER = 256
+"""Tokens of the documents that fill sequences up: so few have hardly any attention."""
+_MOST_SPREAD = 3.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rollouts of one prompt.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        responses: tokens of each response.
+    """
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the tree, which has each once."""
+        return self.prompt + sum(self.responses)
+
+    @property
+    def rollouts(self) -> list[int]:
+        """Tokens of each rollout."""
+        return [self.prompt + each for each in self.responses]
+
+
+def draw_groups(
+    prompt: int, responses: int, response: int, groups: int, spread: float = 0.0, seed: int = 0
+) -> list[Group]:
+    """Draws groups whose lengths are log-normal.
+
+    Args:
+        prompt: tokens of a prompt, on average.
+        responses: responses to each prompt.
+        response: tokens of a response, on average.
+        groups: number of groups.
+        spread: standard deviation of the logarithm of lengths; 0: all are equal.
+        seed: another seed draws other lengths.
+
+    Raises:
+        ValueError: a number is below 1, or the spread is negative.
+    """
+    numbers = {"prompt": prompt, "responses": responses, "response": response, "groups": groups}
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} {number}: give at least 1")
+    if not 0 <= spread <= _MOST_SPREAD:
+        raise ValueError(f"spread {spread}: give 0 to {_MOST_SPREAD:g}")
+    random = np.random.default_rng(seed)
+
+    def lengths(mean: int, count: int) -> list[int]:
+        factors = np.exp(random.normal(0.0, spread, count) - spread**2 / 2)
+        return np.maximum(np.round(mean * factors), 1).astype(int).tolist()  # type: ignore[no-any-return]
+
+    return [Group(each, tuple(lengths(response, responses))) for each in lengths(prompt, groups)]
+
+
+def one_by_one(batches: Sequence[Sequence[Group]]) -> tuple[int, list[list[Int64s]]]:
+    """Packs the rollouts, as documents that share nothing, whole into sequences of equal length.
+
+    There is a power of two of sequences, which parallel sizes divide, each about as long as one or
+    two of the longest rollouts. Short documents fill them up.
+
+    Args:
+        batches: groups of each global batch.
+
+    Returns:
+        Tokens of a sequence, and the lengths of the documents in each sequence of each batch.
+    """
+    lengths = [
+        sorted((length for group in groups for length in group.rollouts), reverse=True)
+        for groups in batches
+    ]
+    longest, least = max(each[0] for each in lengths), min(map(sum, lengths))
+    sequences = 1 << (max(least // longest, 1).bit_length() - 1)
+    packed = [_into(each, sequences) for each in lengths]
+    most = max(sum(each) for some in packed for each in some)
+    context = -(-most // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE
+    return context, [[_filled(each, context) for each in some] for some in packed]
+
+
+def _into(lengths: Sequence[int], sequences: int) -> list[list[int]]:
+    """Deals documents out, the longest first, each to the sequence with fewest tokens."""
+    found: list[list[int]] = [[] for _ in range(sequences)]
+    tokens = [(0, number) for number in range(sequences)]
+    for length in lengths:
+        held, number = heapq.heappop(tokens)
+        found[number].append(length)
+        heapq.heappush(tokens, (held + length, number))
+    return found
+
+
+def _filled(lengths: Sequence[int], context: int) -> Int64s:
+    """Returns documents with short ones added that fill a sequence up."""
+    left = context - sum(lengths)
+    short = [_FILLER] * (left // _FILLER)
+    short += [left % _FILLER] * (left % _FILLER > 0)
+    return np.array([*lengths, *short], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """A way to train on trees.
+
+    Attributes:
+        tensor: tensor-parallel size.
+        micro_batches: micro-batches of a global batch.
+        ranks_of_tree: ranks among which a tree's tokens and attention are shared out; None: all.
+        ping_pong: whether micro-batches run as two nano-batches.
+    """
+
+    tensor: int
+    micro_batches: int
+    ranks_of_tree: int | None = None
+    ping_pong: bool = True
+
+    def __str__(self) -> str:
+        where = "all ranks" if self.ranks_of_tree is None else f"{self.ranks_of_tree} ranks each"
+        halves = "" if self.ping_pong else ", no ping-pong"
+        return f"TP{self.tensor}, trees over {where}, {self.micro_batches} micro-batch(es){halves}"
+
+
+def layouts(groups: int, workload: Workload, tensor: Sequence[int]) -> list[TreeLayout]:
+    """Lists layouts: over all ranks, and over each number of ranks that divides them.
+
+    Args:
+        groups: number of groups in a global batch.
+        workload: model, cluster and GPUs.
+        tensor: tensor-parallel sizes.
+    """
+    found, node = [], workload.cluster.gpus_per_node
+    for tp in tensor:
+        heads = workload.model.heads % tp or workload.model.kv_heads % tp
+        if heads or node % tp or workload.gpus % tp:
+            continue
+        ranks = workload.gpus // tp
+        for number in range(1, groups + 1):
+            each = groups // number
+            if groups % number:
+                continue
+            sizes = [n for n in range(1, ranks) if ranks % n == 0 and each >= ranks // n]
+            for size in (None, *sizes):
+                of_ranks = each // (ranks // (size or ranks))
+                halves = (True, False) if of_ranks > 1 else (False,)
+                found += [TreeLayout(tp, number, size, ping_pong) for ping_pong in halves]
+    return found
+
+
+def simulate_trees(groups: Sequence[Group], workload: Workload, layout: TreeLayout) -> Outcome:
+    """Simulates an iteration on trees.
+
+    Groups are dealt to micro-batches, to ranks of trees and to nano-batches, the largest first to
+    the one with least work.
+
+    Args:
+        groups: groups of a global batch.
+        workload: model, cluster and GPUs.
+        layout: way to train.
+
+    Raises:
+        ValueError: the model's layers are on experts or have latents.
+    """
+    if workload.model.experts is not None or workload.model.latents is not None:
+        raise ValueError("trees are simulated for models without experts and latents (MLA)")
+    ranks = workload.gpus // layout.tensor
+    candidate = Candidate("tiles", layout.tensor, 1, ranks, 1, layout.micro_batches)
+    costs = workload.costs(layout.tensor)
+    config = ScheduleConfig(
+        workload.tolerance,
+        costs.shape,
+        costs.cluster.attention_cost(costs.shape),
+        links=workload.planned_links(candidate),
+    )
+    schedule = ExecutionOptions("tiles").tick_schedule(layout.micro_batches, 1)
+    masks = workload.model.masks
+    pairs = token_pairs(costs)
+    of_micro_batches = [
+        _plans(some, layout, ranks, config, masks.masks, pairs)
+        for some in _dealt(groups, layout.micro_batches, pairs)
+    ]
+    ticks = []
+    for tick in schedule.ticks:
+        work = tick.work[0]
+        assert work is not None
+        ticks.append(PlannedTick(tick, of_micro_batches[work.micro_batch], work.micro_batch))
+    servers = np.arange(ranks)[None]
+    planned = PlannedGlobalBatch(schedule, servers, (), tuple(ticks), masks)
+    outcome = simulate_ticks(planned, costs)
+    # What the same rollouts have one by one.
+    return replace(outcome, tokens=sum(sum(group.rollouts) for group in groups))
+
+
+def _dealt(groups: Sequence[Group], parts: int, token_pairs: float) -> list[list[Group]]:
+    """Deals groups out to so many parts, the largest first to the one with least work."""
+
+    def work(group: Group) -> float:
+        lengths, parents = _family([group])
+        prefix = np.where(parents < 0, 0, lengths[parents])
+        pairs = Mask().pairs(prefix, lengths, np.zeros_like(prefix), lengths)
+        return float(pairs.sum()) + token_pairs * group.tokens
+
+    found: list[list[Group]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    for group in sorted(groups, key=work, reverse=True):
+        # Of equally loaded ones that with fewest groups.
+        part = min(range(parts), key=lambda n: (loads[n], len(found[n])))
+        found[part].append(group)
+        loads[part] += work(group)
+    return found
+
+
+def _family(groups: Sequence[Group]) -> tuple[Int64s, Int64s]:
+    """Returns lengths and parents of the groups' trees, as `TilesScheduler.plan` takes them."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    for group in groups:
+        root = len(lengths)
+        lengths += [group.prompt, *group.rollouts]
+        parents += [-1, *[root] * len(group.responses)]
+    return np.array(lengths, dtype=np.int64), np.array(parents, dtype=np.int64)
+
+
+def _plans(
+    groups: Sequence[Group],
+    layout: TreeLayout,
+    ranks: int,
+    config: ScheduleConfig,
+    masks: Sequence[Mask],
+    token_pairs: float,
+) -> tuple[Plan, ...]:
+    """Plans a micro-batch: mask by mask, each ping then pong."""
+    size = layout.ranks_of_tree or ranks
+    halves = 2 if layout.ping_pong else 1
+    scheduler = TilesScheduler(config)
+    found: dict[tuple[int, int], list[Plan]] = {}
+    for some in _dealt(groups, ranks // size, token_pairs):
+        for half, of_half in enumerate(_dealt(some, halves, token_pairs)):
+            if not of_half:
+                for other, mask in enumerate(masks):
+                    found.setdefault((other, half), []).append(_nothing(size, mask))
+                continue
+            lengths, parents = _family(of_half)
+            capacities = even_capacities(sum(group.tokens for group in of_half), size)
+            first = scheduler.plan(lengths, capacities, masks[0], parents)
+            found.setdefault((0, half), []).append(first)
+            for other, mask in enumerate(masks[1:], 1):
+                plan = scheduler.schedule(lengths, first.placement, mask, parents)
+                found.setdefault((other, half), []).append(plan)
+    return tuple(_beside(found[key]) for key in sorted(found))
+
+
+def _nothing(ranks: int, mask: Mask) -> Plan:
+    """Returns the plan of no documents."""
+    none = np.zeros(0, dtype=np.int64)
+    placement = Placement(none, none, none, none, ranks)
+    return Plan(none, placement, Tasks.from_rows([]), mask, cached_prefix=none, parents=none)
+
+
+def _beside(plans: Sequence[Plan]) -> Plan:
+    """Puts the plans of groups of ranks together, each of which has documents of its own."""
+    if len(plans) == 1:
+        return plans[0]
+    documents = np.cumsum([0, *(len(each.lengths) for each in plans)])
+    servers = np.cumsum([0, *(each.world_size for each in plans)])
+    placements, tasks, parents, prefixes = [], [], [], []
+    for plan, document, server in zip(plans, documents, servers, strict=False):
+        assert plan.parents is not None
+        assert plan.cached_prefix is not None
+        p, t = plan.placement, plan.tasks
+        placements.append(replace(p, document=p.document + document, rank=p.rank + server))
+        tasks.append(replace(t, document=t.document + document, server=t.server + server))
+        parents.append(np.where(plan.parents < 0, -1, plan.parents + document))
+        prefixes.append(plan.cached_prefix)
+    placement = replace(Placement.concatenate(placements), world_size=int(servers[-1]))
+    return replace(
+        plans[0],
+        lengths=np.concatenate([each.lengths for each in plans]),
+        placement=placement,
+        tasks=Tasks.concatenate(tasks),
+        cached_prefix=np.concatenate(prefixes),
+        parents=np.concatenate(parents),
+    )

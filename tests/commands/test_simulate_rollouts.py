@@ -1,0 +1,48 @@
+"""`distca simulate rollouts`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distca.commands.main import main
+
+SIZES = "--prompt 8192 --responses 8 --response 1024 --groups 8 --gpus 8 --cluster dgx-h200"
+FLAGS = [*SIZES.split(), "--model", "llama-3.2-1b", "--systems", "plain", "cp-p2p"]
+FLAGS += ["--tensor-model-parallel-sizes", "1", "--batches", "2"]
+
+
+def test_it_says_what_sharing_gains(capsys) -> None:
+    assert main(["simulate", "rollouts", *FLAGS]) == 0
+    first, *table = capsys.readouterr().out.splitlines()
+    assert first.startswith("Share prompts: ")
+    assert "times as fast as rollouts one by one with the fastest, " in first
+    assert "times as whole trees on groups of ranks." in first
+    assert any(line.startswith("trees over all ranks (DistCA)") for line in table)
+    assert main(["simulate", "rollouts", *FLAGS, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    seconds = {row["title"]: sum(row["seconds"]) for row in rows}
+    apart = min(each for title, each in seconds.items() if title.startswith("one by one"))
+    gain = apart / seconds["trees over all ranks (DistCA)"]
+    assert f"Share prompts: {gain:.3f} (" in first
+    assert gain > 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--responses", "0"], "--responses 0: give at least 1"),
+        (["--spread", "-1"], "spread -1.0: give 0 to 3"),
+        (["--model", "qwen3-30b-a3b"], "experts are not simulated"),
+        (["--model", "gemma3-27b-like"], "windows or chunks"),
+        (["--batches", "0"], "--batches 0: give at least 1"),
+        (["--seed", "-1"], "--seed -1 must not be negative"),
+        (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
+    ],
+)
+def test_mistakes_are_refused(capsys, flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "rollouts", *FLAGS, *flags])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""Simulated iterations on rollouts that share prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distca.cost.model_sizes import MODELS
+from distca.cost.volume import plan_bytes
+from distca.plan import validate_plan
+from distca.schedule import ScheduleConfig
+from distca.simulate import Workload
+from distca.simulate.cluster import CLUSTERS
+from distca.simulate.rollouts import (
+    Group,
+    TreeLayout,
+    _plans,
+    draw_groups,
+    layouts,
+    one_by_one,
+    simulate_trees,
+)
+
+MODEL = replace(MODELS["llama-3.2-1b"], layers=2)
+
+
+def job(gpus: int, context: int = 8192, sequences: int = 64) -> Workload:
+    return Workload(MODEL, CLUSTERS["dgx-h200"], gpus, context, sequences, 0.05)
+
+
+def test_groups_have_the_lengths_that_are_asked_for() -> None:
+    assert draw_groups(100, 3, 7, 2) == [Group(100, (7, 7, 7))] * 2
+    drawn = draw_groups(4000, 16, 500, 200, 0.5)
+    assert np.mean([group.prompt for group in drawn]) == pytest.approx(4000, rel=0.1)
+    each = [length for group in drawn for length in group.responses]
+    assert np.mean(each) == pytest.approx(500, rel=0.05)
+    assert np.std(np.log(each)) == pytest.approx(0.5, rel=0.05)
+    assert draw_groups(4000, 16, 500, 200, 0.5, 1) != drawn
+    assert min(length for g in draw_groups(1, 9, 1, 9, 3.0) for length in g.responses) == 1
+    with pytest.raises(ValueError, match="responses 0: give at least 1"):
+        draw_groups(1, 0, 1, 1)
+    with pytest.raises(ValueError, match="spread -1: give 0 to 3"):
+        draw_groups(1, 1, 1, 1, -1)
+
+
+def test_rollouts_one_by_one_fill_sequences() -> None:
+    batches = [draw_groups(9000, 4, 2000, 6, 0.5, seed) for seed in range(3)]
+    context, packed = one_by_one(batches)
+    assert context % 8192 == 0
+    for groups, sequences in zip(batches, packed, strict=True):
+        assert len(sequences) == 8
+        assert all(int(each.sum()) == context for each in sequences)
+        rollouts = sorted(length for group in groups for length in group.rollouts)
+        documents = np.concatenate(sequences)
+        np.testing.assert_array_equal(np.sort(documents[documents > 256]), rollouts)
+    # One rollout is a sequence.
+    context, packed = one_by_one([[Group(100, (5,))]])
+    assert [each.sum() for each in packed[0]] == [context] == [8192]
+
+
+@pytest.mark.parametrize("ranks_of_tree", [None, 4, 2, 1])
+@pytest.mark.parametrize("ping_pong", [True, False])
+def test_plans_of_rank_groups_are_valid(ranks_of_tree: int | None, ping_pong: bool) -> None:
+    groups = draw_groups(2000, 5, 600, 9, 0.5)
+    layout = TreeLayout(1, 1, ranks_of_tree, ping_pong)
+    costs = job(8).costs(1)
+    config = ScheduleConfig(0.05, costs.shape, block=128)
+    plans = _plans(groups, layout, 8, config, MODEL.masks.masks, 1000.0)
+    assert len(plans) == 1 + ping_pong
+    tokens = 0
+    for plan in plans:
+        validate_plan(plan)
+        tokens += int(plan.own_lengths.sum())
+        size = ranks_of_tree or 8
+        owner, server, _ = plan.kv_segments.moved()
+        assert (owner // size == server // size).all()
+        if ranks_of_tree == 1:
+            assert plan_bytes(plan, costs.shape).total == 0
+    assert tokens == sum(group.tokens for group in groups)
+
+
+def test_bytes_are_the_plans() -> None:
+    groups = draw_groups(3000, 8, 500, 4, 0.5)
+    outcome = simulate_trees(groups, job(8), TreeLayout(1, 2))
+    costs = job(8).costs(1)
+    assert outcome.tokens == sum(sum(group.rollouts) for group in groups)
+    assert outcome.fits
+    assert set(outcome.bytes_sent) >= {"dispatch", "combine", "dispatch_backward"}
+    # The same plans, layer by layer.
+    links = job(8).cluster.links(1)
+    cost_model = costs.cluster.attention_cost(costs.shape)
+    config = ScheduleConfig(0.05, costs.shape, cost_model, links=links)
+    from distca.simulate.rollouts import _dealt
+    from distca.simulate.workload import token_pairs
+
+    pairs = token_pairs(costs)
+    expected = 0
+    for some in _dealt(groups, 2, pairs):
+        for plan in _plans(some, TreeLayout(1, 2), 8, config, MODEL.masks.masks, pairs):
+            expected += 2 * plan_bytes(plan, costs.shape).total
+    counted = sum(int(each.sum()) for name, each in outcome.bytes_sent.items() if name != "pass on")
+    assert counted == expected
+
+
+def test_shared_prompts_take_less_and_spread_trees_least() -> None:
+    """Two long prompts on eight ranks: whole trees leave six ranks without work."""
+    groups = [Group(16384, (1024,) * 8), Group(16384, (1024,) * 8)]
+    shared = simulate_trees(groups, job(8), TreeLayout(1, 1, None, False)).seconds
+    on_two = simulate_trees(groups, job(8), TreeLayout(1, 1, 4, False)).seconds
+    apart = [Group(16384, (1024,)) for _ in range(16)]
+    unshared = simulate_trees(apart, job(8), TreeLayout(1, 1, None, False)).seconds
+    assert shared == pytest.approx(on_two, rel=0.1)
+    assert unshared > 4 * shared
+
+
+def test_layouts_divide() -> None:
+    found = layouts(6, job(16), [1, 2, 3, 8])
+    assert len(set(found)) == len(found)
+    for layout in found:
+        ranks = 16 // layout.tensor
+        assert 6 % layout.micro_batches == 0
+        if layout.ranks_of_tree is not None:
+            assert ranks % layout.ranks_of_tree == 0
+            assert 6 // layout.micro_batches >= ranks // layout.ranks_of_tree
+    assert {layout.tensor for layout in found} == {1, 2, 8}
+    experts = Workload(MODELS["qwen3-30b-a3b"], CLUSTERS["dgx-h200"], 8, 8192, 8)
+    with pytest.raises(ValueError, match="without experts"):
+        simulate_trees([Group(100, (10,))], experts, TreeLayout(1, 1))
