@@ -59,9 +59,8 @@ def main() -> None:
     for step in range(1, args.steps + 1):
         rollouts, advantages = sample(step, config.vocab_size)
         batch = planner.place(share_prefixes(rollouts, args.least))
-        # Each token of each rollout that this rank predicts, and whether it is trained.
+        # The trained tokens that this rank predicts, of each rollout.
         tokens = batch.rollout_tokens()
-        trained = batch.predictions.weights[tokens.prediction] > 0
         advantage = torch.tensor(advantages, device=device)[tokens.rollout]
         with torch.no_grad():  # the policy that sampled: here the same model
             old = batch.log_probabilities(model(**hugging_face.inputs_of(batch)).logits)
@@ -69,7 +68,7 @@ def main() -> None:
         log = batch.log_probabilities(model(**hugging_face.inputs_of(batch)).logits)
         ratio = torch.exp(log - old)[tokens.prediction]
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        loss = -(gain * trained).sum() / batch.total_weight
+        loss = -gain.sum() / batch.num_trained
         loss.backward()
         seconds = time.process_time() - begin
         total = loss.detach().clone()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from distca.commands.command_line import Parser
 from distca.commands.described import (
@@ -30,6 +31,7 @@ from distca.simulate.rollouts import (
     TreeLayout,
     draw_groups,
     layouts,
+    least_memory,
     one_by_one,
     simulate_trees,
 )
@@ -136,13 +138,18 @@ def main(argv: list[str]) -> int:
         raise ValueError("--tensor-model-parallel-sizes: every size must be at least 1")
     numbers = (args.prompt, args.responses, args.response, args.groups, args.spread)
     batches = [draw_groups(*numbers, args.seed + n) for n in range(args.batches)]
-    context, packed = one_by_one(batches)
+    context, packed = one_by_one(batches, args.gpus)
     workload = Workload(
         model_of(args), cluster_of(args), args.gpus, context, len(packed[0]), _TOLERANCE
     )
     if workload.model.experts is not None:
         raise ValueError("models with experts are not simulated on rollouts: give another --model")
     tried = layouts(args.groups, workload, args.tensor_model_parallel_sizes)
+    if not tried:
+        raise ValueError(
+            f"no size of --tensor-model-parallel-sizes divides {args.gpus} GPUs, nodes of "
+            f"{workload.cluster.gpus_per_node} and the model's heads: give another one, such as 1"
+        )
     rows: list[Row] = []
     with progress("distca simulate", "layouts of trees", len(tried)) as shown:
         for title, some in (
@@ -171,13 +178,28 @@ def _best_of_trees(
     told: Callable[[], None],
 ) -> Row | None:
     """Returns the layout that is fastest in the first batch of those that fit in all; None: none
-    does."""
+    does.
+
+    Of layouts that differ in the number of micro-batches alone, the two with fewest that fit run:
+    more of them only cost launches and smaller exchanges.
+    """
     found: list[tuple[float, TreeLayout, Outcome]] = []
-    for layout in tried:
-        outcome = simulate_trees(batches[0], workload, layout)
+    fitting = Counter[TreeLayout]()
+    for layout in sorted(tried, key=lambda each: each.micro_batches):
         told()
+        sizes = replace(layout, micro_batches=1)
+        usable = workload.cluster.usable_bytes
+        if fitting[sizes] == 2 or least_memory(batches[0], workload, layout) > usable:
+            continue
+        outcome = simulate_trees(batches[0], workload, layout)
         if outcome.fits:
+            fitting[sizes] += 1
             found.append((outcome.seconds, layout, outcome))
+    for seconds, layout, _ in sorted(found, key=lambda each: each[0])[:1]:
+        kept = replace(layout, keeps_inputs=True)
+        outcome = simulate_trees(batches[0], workload, kept)
+        if outcome.fits and outcome.seconds < seconds:
+            found.append((outcome.seconds, kept, outcome))
     for _, layout, first in sorted(found, key=lambda each: each[0]):
         outcomes = [first]
         outcomes += (simulate_trees(groups, workload, layout) for groups in batches[1:])
@@ -240,13 +262,17 @@ def _answer(trees: Sequence[Row], apart: Sequence[Row]) -> str:
     if not trees:
         return "Trees do not fit in memory without pipelines: use more GPUs."
     if not apart:
-        return "Share prompts: one by one nothing that was simulated fits in memory."
-    gain = SpeedUp.of(trees[0].seconds, apart[0].seconds)
+        return "Share prompts: one by one no layout of these systems divides the job and fits."
+    ours, *others = sorted(trees, key=lambda row: sum(row.seconds))
+    gain = SpeedUp.of(ours.seconds, apart[0].seconds)
     best = apart[0].title.removeprefix("one by one: ")
-    answer = f"Share prompts: {gain} times as fast as rollouts one by one with the fastest, {best}"
     if gain.mean < 1 or gain.faster is False:
         return f"Don't share prompts: {gain} times as fast as rollouts one by one with {best}."
-    if len(trees) > 1:
-        over = SpeedUp.of(trees[0].seconds, trees[1].seconds)
-        answer += f", and {over} times as whole trees on groups of ranks"
+    answer = f"Share prompts: {gain} times as fast as rollouts one by one with the fastest, {best}"
+    if others:
+        over = SpeedUp.of(ours.seconds, others[0].seconds)
+        first, second = "trees over all ranks", "whole trees on groups of ranks"
+        if ours is not trees[0]:
+            first, second = second, first
+        answer += f"; {first} are {over} times as fast as {second}"
     return answer + "."

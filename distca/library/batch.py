@@ -11,17 +11,19 @@ import torch
 import torch.distributed as dist
 
 from distca.library.documents import IGNORED
-from distca.library.nodes import Nodes, tokens_of_rollouts
+from distca.library.nodes import Nodes
 from distca.plan import Plan
 
 
 class Predictions(NamedTuple):
     """What a rank's tokens predict. A token predicts one other, or several where rollouts part.
+    Tokens that no rollout trains are not predicted.
 
     Attributes:
         rows: row of this rank whose logits predict, rising, int64 `[predictions]`.
         targets: the correct token, int64 `[predictions]`.
-        weights: factor of its loss, float32 `[predictions]`.
+        weights: factor of its loss, float32 `[predictions]`: the sum of the weights of the rollouts
+            that share it.
     """
 
     rows: torch.Tensor
@@ -30,17 +32,19 @@ class Predictions(NamedTuple):
 
 
 class RolloutTokens(NamedTuple):
-    """Tokens of rollouts that a rank's predictions are of: one that rollouts share has several.
+    """Trained tokens of rollouts that a rank predicts: one that rollouts share has several.
 
     Attributes:
         prediction: number among this rank's predictions, int64 `[tokens]`.
-        rollout: number of the rollout, as `share_prefixes` took it, int64 `[tokens]`.
+        rollout: number of the rollout, int64 `[tokens]`.
         position: position of the token in the rollout, int64 `[tokens]`.
+        weight: weight of the token in this rollout, float32 `[tokens]`.
     """
 
     prediction: torch.Tensor
     rollout: torch.Tensor
     position: torch.Tensor
+    weight: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +60,8 @@ class Batch:
         predictions: what the tokens of this rank predict. The next token itself may be on another
             rank.
         num_targets: predictions of all ranks.
-        total_weight: sum of the weights of all ranks' predictions. Without trees it is
-            `num_targets`; with weights of 0 and 1 it counts the trained tokens of all rollouts.
+        num_trained: trained tokens of all documents and rollouts, where one that rollouts share
+            counts for each of them; without trees `num_targets`.
         handle: names the batch in `core_attention`. It is a number, so that nothing moves it to
             another device.
         plans: a plan for each mask, the same on all ranks.
@@ -70,7 +74,7 @@ class Batch:
     positions: torch.Tensor
     predictions: Predictions
     num_targets: int
-    total_weight: float
+    num_trained: int
     handle: int
     plans: tuple[Plan, ...]
     nodes: Nodes
@@ -120,7 +124,7 @@ class Batch:
 
         The sums of all ranks add up to what the rollouts give one by one: the sum of weight times
         cross-entropy over all tokens of all rollouts. Divide it as you like, such as by
-        `total_weight`.
+        `num_trained`.
 
         Args:
             logits: see `log_probabilities`.
@@ -139,7 +143,8 @@ class Batch:
             tokens of its nodes, one node after the other.
 
         Raises:
-            ValueError: there is not one for each token of this rank.
+            ValueError: there is not one for each token of this rank. The other ranks wait then,
+                until this one ends.
         """
         placement = self.plans[0].placement
         numbers = [self.nodes.of_rank(placement, rank) for rank in range(placement.world_size)]
@@ -158,42 +163,69 @@ class Batch:
 
         Returns:
             For each rollout of the trees, by its number, a tensor `[tokens]`: the value of the
-            prediction of each token, and 0 for the first one, which nothing predicts.
+            prediction of each token, and 0 for tokens that no rollout trains.
 
         Raises:
-            ValueError: there is not one for each prediction of this rank.
+            ValueError: there is not one for each prediction of this rank. The other ranks wait
+                then, until this one ends.
         """
-        placement = self.plans[0].placement
-        _, predicted, _, _ = self.nodes.predictions
+        placement, (_, predicted, _, _) = self.plans[0].placement, self.nodes.predictions
         numbers = [
             predicted[self.nodes.predictions_of_rank(placement, rank)[0]]
             for rank in range(placement.world_size)
         ]
-        total = int(self.nodes.own_lengths.sum()) + 1
-        found = self._gather(values, numbers, total, "predictions")
+        total = int(self.nodes.own_lengths.sum())
+        # The last one is for what documents predict.
+        found = self._gather(values, numbers, total + 1, "predictions")
         return {
             rollout: found[torch.from_numpy(tokens).to(found.device)]
-            for rollout, tokens in tokens_of_rollouts(self.nodes)
+            for rollout, tokens in self.nodes.paths().items()
         }
 
     def rollout_tokens(self) -> RolloutTokens:
-        """Returns which tokens of which rollouts this rank predicts, for losses that differ between
-        rollouts that share a token, such as a clipped ratio with each rollout's own advantage."""
-        placement = self.plans[0].placement
-        _, predicted, _, _ = self.nodes.predictions
+        """Returns the trained tokens of rollouts that this rank predicts, for losses that differ
+        between rollouts which share a token, such as a clipped ratio with each one's advantage.
+
+        A rank predicts tokens of all ranks' rollouts.
+        """
+        placement, (_, predicted, _, _) = self.plans[0].placement, self.nodes.predictions
         mine = predicted[self.nodes.predictions_of_rank(placement, self.rank)[0]]
-        order = np.argsort(mine, kind="stable")
-        columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for rollout, tokens in tokens_of_rollouts(self.nodes):
-            # A rollout's first token may be another one's prediction by number alone.
-            position = 1 + np.flatnonzero(np.isin(tokens[1:], mine))
-            at = order[np.searchsorted(mine[order], tokens[position])]
-            columns.append((at, np.full_like(position, rollout), position))
-        if not columns:
-            columns = [(np.zeros(0, dtype=np.int64),) * 3]
-        found = (np.concatenate(each) for each in zip(*columns, strict=True))
-        device = self.tokens.device
-        return RolloutTokens(*(torch.from_numpy(each).to(device) for each in found))
+        prediction = np.full(int(self.nodes.own_lengths.sum()) + 1, -1)
+        prediction[mine] = np.arange(len(mine))
+        number, rollout, position, weight = self.nodes.trained
+        here = np.flatnonzero(prediction[number] >= 0)
+        columns = (prediction[number[here]], rollout[here], position[here])
+        found = (*map(torch.from_numpy, columns), weight[torch.from_numpy(here)])
+        return RolloutTokens(*(each.to(self.tokens.device) for each in found))
+
+    @property
+    def rollouts(self) -> tuple[int, ...]:
+        """Numbers of all rollouts, rising."""
+        return tuple(sorted(self.nodes.paths()))
+
+    def sum_rollouts(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds up the values of each rollout's trained tokens on all ranks, each times its weight
+        in the rollout. Collective.
+
+        The sums are the same on all ranks. Their gradients go to this rank's values alone: if all
+        ranks compute one loss of the sums, the gradients of all ranks add up to the loss's.
+
+        Args:
+            values: a value for each prediction of this rank, `[predictions]`, such as
+                `log_probabilities`.
+
+        Returns:
+            A sum for each of `rollouts`, in their order, `[rollouts]`.
+        """
+        tokens = self.rollout_tokens()
+        order = torch.tensor(self.rollouts, dtype=torch.int64, device=values.device)
+        places = torch.searchsorted(order, tokens.rollout)
+        mine = values.new_zeros(len(order)).index_add(
+            0, places, values[tokens.prediction] * tokens.weight
+        )
+        everyone = mine.detach().clone()
+        dist.all_reduce(everyone, group=self.group)
+        return mine + (everyone - mine.detach())
 
     def _gather(
         self, values: torch.Tensor, numbers: Sequence[np.ndarray], total: int, what: str

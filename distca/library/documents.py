@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ IGNORED = -100
 """Target of a token that predicts nothing, as torch's and transformers' losses have it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Document:
     """A document: its tokens see each other, and none of another document.
 
@@ -54,6 +55,10 @@ class Document:
                 "Document.from_labels for labels that are not shifted"
             )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        targets = None if self.targets is None else self.targets.numpy()
+        return _document, (self.tokens.numpy(), targets)
+
     @staticmethod
     def from_labels(tokens: torch.Tensor, labels: torch.Tensor) -> Document:
         """Makes a document of labels as transformers have them: `labels[i]` is token `i` itself.
@@ -74,6 +79,12 @@ class Document:
         if self.targets is not None:
             return self.targets
         return torch.cat([self.tokens[1:], self.tokens.new_tensor([IGNORED])])
+
+
+def _document(tokens: Any, targets: Any) -> Document:
+    """Makes a document of arrays: tensors would take a file each on the way between processes."""
+    of = None if targets is None else torch.from_numpy(targets)
+    return Document(torch.from_numpy(tokens), of)
 
 
 def check_tensor(what: str, tensor: object, dtype: torch.dtype) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -74,42 +75,94 @@ class Nodes:
         return found
 
     @cached_property
-    def predictions(self) -> tuple[Int64s, Int64s, torch.Tensor, torch.Tensor]:
-        """All that is predicted: numbers of the tokens that predict, rising, of those that are
-        predicted (of a document the same plus one), targets and weights, `[predictions]` each."""
-        sources, predicted, targets, weights = [], [], [], []
+    def trained(self) -> tuple[Int64s, Int64s, Int64s, torch.Tensor]:
+        """Trained tokens of the trees' rollouts: the number of each, its rollout, its position in
+        it, and its weight, `[tokens]` each. A token that rollouts share has several."""
+        numbers, rollouts, positions, weights = [], [], [], []
+        for _, rollout, path, of_rollout in self._rollouts():
+            lengths = self.own_lengths[path]
+            count, total = len(of_rollout), int(lengths.sum())
+            # Only the nodes that hold the last tokens.
+            ends = np.cumsum(lengths)
+            last = slice(int(np.searchsorted(ends, total - count, side="right")), None)
+            tail = expand_ranges(self.first[path[last]], lengths[last])[-count or total :]
+            kept = np.flatnonzero((of_rollout != 0).numpy())
+            numbers.append(tail[kept])
+            rollouts.append(np.full_like(kept, rollout))
+            positions.append(total - count + kept)
+            weights.append(of_rollout[torch.from_numpy(kept)])
+        none = np.zeros(0, dtype=np.int64)
+        number, rollout_of, position = (
+            np.concatenate([none, *each]) for each in (numbers, rollouts, positions)
+        )
+        return number, rollout_of, position, torch.cat([torch.zeros(0), *weights])
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained: of documents and of all rollouts."""
+        _, predicted, _, _ = self.predictions
+        of_documents = int((predicted == int(self.own_lengths.sum())).sum())
+        return of_documents + len(self.trained[0])
+
+    def paths(self) -> dict[int, Int64s]:
+        """Returns the numbers of the tokens of each rollout, by the rollout's number."""
+        return {
+            rollout: expand_ranges(self.first[path], self.own_lengths[path])
+            for _, rollout, path, _ in self._rollouts()
+        }
+
+    def _rollouts(self) -> Iterator[tuple[Tree, int, Int64s, torch.Tensor]]:
+        """Yields the trees' rollouts: tree, number, nodes of the path, and last weights."""
         node = 0
         for each, count in zip(self.documents, self.counts, strict=True):
-            if isinstance(each, Document):
-                next_tokens = each.next_tokens
-                found = np.flatnonzero((next_tokens != IGNORED).numpy())
-                sources.append(self.first[node] + found)
-                predicted.append(sources[-1] + 1)
-                targets.append(next_tokens[torch.from_numpy(found)])
-                weights.append(torch.ones(len(found)))
-            else:
-                for number, parent in enumerate(each.parents):
-                    first, tokens = int(self.first[node + number]), each.nodes[number]
-                    numbers = first + np.arange(len(tokens))
-                    before = numbers - 1
-                    if parent >= 0:
-                        before[0] = self.first[node + parent] + len(each.nodes[parent]) - 1
-                    # Nothing predicts a tree's first token.
-                    kept = slice(1 if parent < 0 else 0, None)
-                    sources.append(before[kept])
-                    predicted.append(numbers[kept])
-                    targets.append(tokens[kept])
-                    weights.append(each.weights[number][kept])
+            if isinstance(each, Tree):
+                for rollout, end, weights in zip(
+                    each.rollouts, each.ends, each.last_weights, strict=True
+                ):
+                    yield each, rollout, node + np.array(each.path(end)), weights
             node += count
-        source = np.concatenate(sources)
+
+    @cached_property
+    def predictions(self) -> tuple[Int64s, Int64s, torch.Tensor, torch.Tensor]:
+        """All that is predicted: numbers of the tokens that predict, rising, of those of trees that
+        are predicted, targets and weights, `[predictions]` each. What documents predict has a
+        number above all tokens.
+
+        Raises:
+            ValueError: weights of rollouts that share a token add up to what is not finite.
+        """
+        total = int(self.own_lengths.sum())
+        sources, targets = [np.zeros(0, dtype=np.int64)], [torch.zeros(0, dtype=torch.int64)]
+        for node, each in zip(self._first_nodes, self.documents, strict=True):
+            if isinstance(each, Document):
+                found = np.flatnonzero((each.next_tokens != IGNORED).numpy())
+                sources.append(self.first[node] + found)
+                targets.append(each.next_tokens[torch.from_numpy(found)])
+        of_documents = np.concatenate(sources)
+        number, _, _, weight = self.trained
+        predicted, of = np.unique(number, return_inverse=True)
+        summed = np.bincount(of, weight.double().numpy(), len(predicted)).astype(np.float32)
+        if not np.isfinite(summed).all():
+            raise ValueError("weights of rollouts that share a token add up to infinity")
+        # The token before is in the same node, or the last one of the parent.
+        node_of = np.searchsorted(self.first, predicted, side="right") - 1
+        opens = predicted == self.first[node_of]
+        parent = self.parents[node_of]
+        before = np.where(opens, (self.first + self.own_lengths - 1)[parent], predicted - 1)
+        all_tokens = torch.cat(self.tokens)
+        source = np.concatenate([of_documents, before])
         order = np.argsort(source, kind="stable")
         by = torch.from_numpy(order)
         return (
             source[order],
-            np.concatenate(predicted)[order],
-            torch.cat(targets)[by],
-            torch.cat(weights)[by],
+            np.concatenate([np.full_like(of_documents, total), predicted])[order],
+            torch.cat([*targets, all_tokens[torch.from_numpy(predicted)]])[by],
+            torch.cat([torch.ones(len(of_documents)), torch.from_numpy(summed)])[by],
         )
+
+    @property
+    def _first_nodes(self) -> list[int]:
+        return [0, *accumulate(self.counts)][:-1]
 
     def of_rank(self, placement: Placement, rank: int) -> Int64s:
         """Returns the numbers of a rank's own tokens, in the order of its rows."""
@@ -143,16 +196,3 @@ def rows_of_rank(
         tokens.append(nodes.tokens[node][start - first : end - first])
         positions.append(torch.arange(start, end))
     return torch.cat(tokens), torch.cat(positions)
-
-
-def tokens_of_rollouts(nodes: Nodes) -> Sequence[tuple[int, Int64s]]:
-    """Returns the number of each rollout of the trees, and the numbers of its tokens."""
-    found, node = [], 0
-    for each, count in zip(nodes.documents, nodes.counts, strict=True):
-        if isinstance(each, Tree):
-            for rollout, end in zip(each.rollouts, each.ends, strict=True):
-                path = node + np.array(each.path(end))
-                numbers = expand_ranges(nodes.first[path], nodes.own_lengths[path])
-                found.append((rollout, numbers))
-        node += count
-    return found

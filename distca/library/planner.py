@@ -136,18 +136,18 @@ class Planner:
     def place(self, documents: PlannedDocuments | Sequence[Given]) -> Batch:
         """Places a micro-batch. Collective: all ranks of the group place the same documents.
 
-        The ranks compare their documents in the first batches.
+        The ranks compare their documents in the first batches, and wherever there are trees.
 
         Args:
-            documents: documents, or their tokens alone, int64 `[tokens]`; trees of
+            documents: documents, or their tokens alone, int64 `[tokens]`; rollouts, or trees of
                 `share_prefixes`; or what `collate` made of them before.
 
         Returns:
             This rank's tokens. It may have none where there are fewer tokens than ranks.
 
         Raises:
-            ValueError: see `Document`; the plans are of another number of ranks or masks; or, in
-                the first batches, the ranks' documents differ.
+            ValueError: see `Document`; the plans are of another number of ranks or masks; or the
+                ranks' documents differ.
         """
         find_planner(self._number * _BATCHES)
         made = documents if isinstance(documents, PlannedDocuments) else self._plan(documents)
@@ -159,7 +159,9 @@ class Planner:
                 f"planner of {transport.world_size} and {self.masks}: plan with `planner.collate`"
             )
         number = next(self._batches)
-        if number < _COMPARED:
+        nodes = Nodes(made.documents)
+        # Rollouts are often sampled anew in each step.
+        if number < _COMPARED or nodes.have_trees:
             self._compare(made.documents)
         needed = CoreAttentionMemory()
         for plan in made.plans:
@@ -172,7 +174,7 @@ class Planner:
         self._placed[number] = exchanges
         while len(self._placed) > self._max_live:
             self._placed.popitem(last=False)
-        nodes, placement = Nodes(made.documents), made.plans[0].placement
+        placement = made.plans[0].placement
         rows = rows_of_rank(nodes, placement, rank)
         tokens, positions = (self._to_device(each) for each in rows)
         _, _, targets, weights = nodes.predictions
@@ -183,7 +185,7 @@ class Planner:
             positions,
             Predictions(*map(self._to_device, predictions)),
             len(targets),
-            float(weights.double().sum()),
+            nodes.num_trained,
             self._number * _BATCHES + number,
             made.plans,
             nodes,

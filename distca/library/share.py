@@ -5,26 +5,42 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from distca.library.documents import Document
 from distca.library.nodes import Nodes
-from distca.library.trees import Tree
+from distca.library.trees import Rollout, Tree, share_prefixes
 
-Given = Document | Tree | torch.Tensor
+Given = Document | Tree | Rollout | torch.Tensor
 """What a loop may give as a document: its tokens alone, int64 `[tokens]`, are one, too."""
 
 
 def as_documents(given: Sequence[Given]) -> tuple[Document | Tree, ...]:
-    """Makes documents of those that are given as tokens alone.
+    """Makes documents of those that are given as tokens alone, and trees of rollouts.
+
+    Rollouts have the numbers 0, 1 and so on in their order. Their trees are behind all others.
 
     Raises:
         ValueError: see `Document`; or there are no documents.
     """
-    if not len(given):
+    if isinstance(given, Document | Tree | Rollout | torch.Tensor):
+        raise ValueError(f"a {type(given).__name__} is given: give a list of documents")
+    rollouts = [each for each in given if isinstance(each, Rollout)]
+    found: list[Document | Tree] = []
+    for each in given:
+        if isinstance(each, tuple):
+            raise ValueError(
+                "a tuple is given as a document: join the trees of several share_prefixes in one "
+                "list, or give the rollouts"
+            )
+        if not isinstance(each, Rollout):
+            found.append(each if isinstance(each, Document | Tree) else Document(each))
+    found += share_prefixes(rollouts)
+    if not found:
         raise ValueError("there are no documents: give at least one")
-    return tuple(each if isinstance(each, Document | Tree) else Document(each) for each in given)
+    return tuple(found)
 
 
 def share_documents(
@@ -36,16 +52,19 @@ def share_documents(
     documents on all ranks.
 
     Args:
-        own: documents and trees of this rank; it may have none.
+        own: documents, trees or rollouts of this rank; it may have none. Rollouts are numbered in
+            the order of the ranks, and may share tokens with those of other ranks.
         group: the ranks; None: all.
 
     Raises:
         ValueError: a document of any rank cannot be used, or no rank has any; on all ranks.
     """
-    mine: tuple[Document | Tree, ...] = ()
+    mine: tuple[Document | Tree | Rollout, ...] = ()
     wrong = ""
     try:
-        mine = as_documents(own) if len(own) else ()
+        rollouts = tuple(each for each in own if isinstance(each, Rollout))
+        others = [each for each in own if not isinstance(each, Rollout)]
+        mine = (*(as_documents(others) if others else ()), *rollouts)
     except ValueError as error:
         wrong = str(error)
     sent = wrong, mine
@@ -61,8 +80,10 @@ def digest(documents: Sequence[Document | Tree]) -> int:
     """Returns a number of 63 bits that other documents hardly have."""
     nodes, summed = Nodes(tuple(documents)), hashlib.blake2b(digest_size=8)
     _, _, targets, weights = nodes.predictions
-    numbers = nodes.own_lengths, nodes.parents
-    for each in (*numbers, *(each.numpy() for each in (*nodes.tokens, targets, weights))):
+    paths = [each for path in nodes.paths().items() for each in (np.array(path[0]), path[1])]
+    numbers = (nodes.own_lengths, nodes.parents, *paths, *nodes.trained[:3])
+    tensors = (*nodes.tokens, targets, weights, nodes.trained[3])
+    for each in (*numbers, *(each.numpy() for each in tensors)):
         summed.update(each.size.to_bytes(8, "little"))
         summed.update(each.tobytes())
     return int.from_bytes(summed.digest(), "little") >> 1

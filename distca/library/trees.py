@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +20,19 @@ from distca.plan import BLOCK
 from distca.plan.span import Int64s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rollout:
     """A sequence of tokens that may share its first ones with others, such as prompt and response.
 
     Attributes:
         tokens: token ids, int64 `[tokens]`, on the CPU.
         weights: factor of the loss of each token, as the token before predicts it, float32
-            `[tokens]`: 0 for a prompt's tokens, and an advantage or 1 for those of a response. The
-            first one counts for nothing. None: all are 1.
+            `[tokens]`: 0 for a prompt's tokens, which are not predicted then, and an advantage or 1
+            for those of a response. The first one counts for nothing. None: all are 1.
 
     Raises:
-        ValueError: there are no tokens, a weight is not finite, or a tensor has another shape,
-            dtype or device.
+        ValueError: there are no tokens, one is negative, a weight is not finite, or a tensor has
+            another shape, dtype or device.
     """
 
     tokens: torch.Tensor
@@ -41,6 +42,10 @@ class Rollout:
         check_tensor("a rollout's tokens", self.tokens, torch.int64)
         if not len(self.tokens):
             raise ValueError("a rollout has no tokens: give at least one")
+        if int(self.tokens.min()) < 0:
+            raise ValueError(
+                "a rollout has a negative token: give weights of 0 for tokens that are not trained"
+            )
         if self.weights is None:
             return
         check_tensor("a rollout's weights", self.weights, torch.float32)
@@ -51,9 +56,20 @@ class Rollout:
             )
         if not self.weights.isfinite().all():
             raise ValueError("a rollout has a weight that is not finite")
+        object.__setattr__(self, "weights", self.weights.detach())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        weights = None if self.weights is None else self.weights.numpy()
+        return _rollout, (self.tokens.numpy(), weights)
 
 
-@dataclass(frozen=True)
+def _rollout(tokens: Any, weights: Any) -> Rollout:
+    """Makes a rollout of arrays: tensors would take a file each on the way between processes."""
+    of = None if weights is None else torch.from_numpy(weights)
+    return Rollout(torch.from_numpy(tokens), of)
+
+
+@dataclass(frozen=True, eq=False)
 class Tree:
     """Rollouts that share tokens, each of which is held once; `share_prefixes` makes them.
 
@@ -62,10 +78,9 @@ class Tree:
             parent's path, and then its own.
         parents: an earlier node whose tokens come before those of each, or -1: the first node alone
             has none.
-        weights: factor of the loss of each node's tokens, float32 `[tokens]`: the sum of those of
-            the rollouts that share it.
         rollouts: numbers of the rollouts.
         ends: node with which each of these ends.
+        last_weights: weights of the last tokens of each rollout, float32; those before have 0.
 
     Raises:
         ValueError: a node has no tokens, a parent is no earlier node, or lengths differ.
@@ -73,29 +88,39 @@ class Tree:
 
     nodes: tuple[torch.Tensor, ...]
     parents: tuple[int, ...]
-    weights: tuple[torch.Tensor, ...]
     rollouts: tuple[int, ...]
     ends: tuple[int, ...]
+    last_weights: tuple[torch.Tensor, ...]
 
     def __post_init__(self) -> None:
-        if not len(self.nodes) == len(self.parents) == len(self.weights) > 0:
-            raise ValueError("a tree needs nodes, and a parent and weights for each of them")
-        for number, (tokens, parent, weights) in enumerate(
-            zip(self.nodes, self.parents, self.weights, strict=True)
-        ):
+        if not len(self.nodes) == len(self.parents) > 0:
+            raise ValueError("a tree needs nodes, and a parent for each of them")
+        for number, (tokens, parent) in enumerate(zip(self.nodes, self.parents, strict=True)):
             check_tensor(f"the tokens of node {number}", tokens, torch.int64)
-            check_tensor(f"the weights of node {number}", weights, torch.float32)
-            if not 0 < len(tokens) == len(weights):
-                raise ValueError(f"node {number} needs tokens, and a weight for each of them")
+            if not len(tokens):
+                raise ValueError(f"node {number} has no tokens")
             if not (parent == -1 if number == 0 else 0 <= parent < number):
                 raise ValueError(
                     f"node {number} has the parent {parent}: give an earlier node, or -1 for the "
                     "first node"
                 )
-        if len(self.rollouts) != len(self.ends):
-            raise ValueError("a tree needs the node with which each of its rollouts ends")
+        if not len(self.rollouts) == len(self.ends) == len(self.last_weights):
+            raise ValueError("a tree needs the last node and the weights of each of its rollouts")
         if not all(0 <= end < len(self.nodes) for end in self.ends):
             raise ValueError("a rollout ends with a node that is not there")
+        for rollout, weights in zip(self.rollouts, self.last_weights, strict=True):
+            check_tensor(f"the weights of rollout {rollout}", weights, torch.float32)
+        for rollout, end, weights in zip(self.rollouts, self.ends, self.last_weights, strict=True):
+            if len(weights) >= sum(len(self.nodes[each]) for each in self.path(end)):
+                raise ValueError(f"rollout {rollout} has a weight for its first token, or more")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        flat = (
+            torch.cat(self.nodes).numpy(),
+            torch.cat([torch.zeros(0), *self.last_weights]).numpy(),
+        )
+        lengths = [len(each) for each in self.nodes], [len(each) for each in self.last_weights]
+        return _tree_of, (*flat, *lengths, self.parents, self.rollouts, self.ends)
 
     @property
     def tokens(self) -> int:
@@ -108,6 +133,21 @@ class Tree:
         while self.parents[found[-1]] >= 0:
             found.append(self.parents[found[-1]])
         return found[::-1]
+
+
+def _tree_of(
+    tokens: Any,
+    weights: Any,
+    token_counts: list[int],
+    weight_counts: list[int],
+    parents: tuple[int, ...],
+    rollouts: tuple[int, ...],
+    ends: tuple[int, ...],
+) -> Tree:
+    """Makes a tree of arrays, as `_rollout` does."""
+    nodes = tuple(torch.split(torch.from_numpy(tokens), token_counts))
+    of_rollouts = tuple(torch.split(torch.from_numpy(weights), weight_counts))
+    return Tree(nodes, parents, rollouts, ends, of_rollouts)
 
 
 def share_prefixes(
@@ -124,13 +164,16 @@ def share_prefixes(
 
     Returns:
         Trees in the order of their first rollouts. A rollout that shares nothing is a tree of one
-        node.
+        node. Of no rollouts there are no trees.
 
     Raises:
-        ValueError: there are no rollouts, `least` is below 1, or `first` is negative.
+        ValueError: something else than a `Rollout` is given, `least` is below 1, or `first` is
+            negative.
     """
-    if not rollouts:
-        raise ValueError("there are no rollouts: give at least one")
+    rollouts = tuple(rollouts)
+    for each in rollouts:
+        if not isinstance(each, Rollout):
+            raise ValueError(f"a {type(each).__name__} is no rollout: give Rollout(tokens)")
     if least < 1:
         raise ValueError(f"least is {least}: give at least 1 token")
     if first < 0:
@@ -163,7 +206,7 @@ def _split(
             group = group[1:]
         if not group:
             continue
-        common = _common(tokens[group[0]], tokens[group[-1]])
+        common = depth + _common(tokens[group[0]][depth:], tokens[group[-1]][depth:])
         if common - depth >= least or common == len(tokens[group[-1]]):
             found.append((group, common))
             continue
@@ -196,7 +239,6 @@ def _tree(
     """Makes the tree of sorted rollouts whose first `common` tokens are one node."""
     nodes: list[torch.Tensor] = []
     parents: list[int] = []
-    weights: list[torch.Tensor] = []
     ends: dict[int, int] = {}
     left = [(group, 0, common, -1)]
     while left:
@@ -204,16 +246,22 @@ def _tree(
         number = len(nodes)
         nodes.append(rollouts[members[0]].tokens[start:end].clone())
         parents.append(parent)
-        weights.append(torch.stack([_weights(rollouts[m])[start:end] for m in members]).sum(0))
         ends |= {each: number for each in members if len(tokens[each]) == end}
         below = _split(tokens, members, end, least)
         left += [(some, end, until, number) for some, until in below[::-1]]
-    found, members = (tuple(nodes), tuple(parents), tuple(weights)), sorted(ends)
-    numbers = tuple(first + each for each in members)
-    return Tree(*found, numbers, tuple(ends[each] for each in members))
+    members = sorted(ends)
+    return Tree(
+        tuple(nodes),
+        tuple(parents),
+        tuple(first + each for each in members),
+        tuple(ends[each] for each in members),
+        tuple(_last_weights(rollouts[each]) for each in members),
+    )
 
 
-def _weights(rollout: Rollout) -> torch.Tensor:
+def _last_weights(rollout: Rollout) -> torch.Tensor:
+    """Returns the weights from the first one on that is not 0; the first token has none."""
     if rollout.weights is None:
-        return torch.ones(len(rollout.tokens))
-    return rollout.weights
+        return torch.ones(len(rollout.tokens) - 1)
+    some = torch.nonzero(rollout.weights[1:])
+    return rollout.weights[1 + int(some[0]) :].clone() if len(some) else torch.zeros(0)

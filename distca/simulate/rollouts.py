@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distca.cost.volume import BackwardInputs
 from distca.plan import Mask, Placement, Plan, Tasks
 from distca.plan.span import Int64s
 from distca.schedule import (
@@ -26,8 +27,10 @@ from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.outcome import Outcome
 from distca.simulate.workload import Candidate, Workload, token_pairs
 
-_CONTEXT_MULTIPLE = 8192
+_CONTEXT_MULTIPLE = 512
 """Number that divides the length of sequences in which rollouts are packed one by one."""
+_LONGEST_IN_SEQUENCE = 4
+"""Rollouts as long as the longest that a sequence has room for."""
 _FILLER = 256
 """Tokens of the documents that fill sequences up: so few have hardly any attention."""
 _MOST_SPREAD = 3.0
@@ -81,20 +84,28 @@ def draw_groups(
     random = np.random.default_rng(seed)
 
     def lengths(mean: int, count: int) -> list[int]:
-        factors = np.exp(random.normal(0.0, spread, count) - spread**2 / 2)
+        factors = np.exp(random.normal(0.0, spread, count))
+        # So that batches have equally many tokens, within rounding.
+        factors /= factors.mean()
         return np.maximum(np.round(mean * factors), 1).astype(int).tolist()  # type: ignore[no-any-return]
 
-    return [Group(each, tuple(lengths(response, responses))) for each in lengths(prompt, groups)]
+    prompts, answers = lengths(prompt, groups), lengths(response, groups * responses)
+    return [
+        Group(each, tuple(answers[n * responses : (n + 1) * responses]))
+        for n, each in enumerate(prompts)
+    ]
 
 
-def one_by_one(batches: Sequence[Sequence[Group]]) -> tuple[int, list[list[Int64s]]]:
+def one_by_one(batches: Sequence[Sequence[Group]], gpus: int) -> tuple[int, list[list[Int64s]]]:
     """Packs the rollouts, as documents that share nothing, whole into sequences of equal length.
 
-    There is a power of two of sequences, which parallel sizes divide, each about as long as one or
-    two of the longest rollouts. Short documents fill them up.
+    Their number is a power of two times the odd part of the number of GPUs, so that parallel sizes
+    divide it. Each is as long as a few of the longest rollouts, so that sums are about equal. Short
+    documents fill sequences up.
 
     Args:
         batches: groups of each global batch.
+        gpus: GPUs of the job.
 
     Returns:
         Tokens of a sequence, and the lengths of the documents in each sequence of each batch.
@@ -104,7 +115,9 @@ def one_by_one(batches: Sequence[Sequence[Group]]) -> tuple[int, list[list[Int64
         for groups in batches
     ]
     longest, least = max(each[0] for each in lengths), min(map(sum, lengths))
-    sequences = 1 << (max(least // longest, 1).bit_length() - 1)
+    odd = gpus // (gpus & -gpus)
+    twos = max(least // (_LONGEST_IN_SEQUENCE * longest * odd), 1)
+    sequences = odd << (twos.bit_length() - 1)
     packed = [_into(each, sequences) for each in lengths]
     most = max(sum(each) for some in packed for each in some)
     context = -(-most // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE
@@ -139,16 +152,19 @@ class TreeLayout:
         micro_batches: micro-batches of a global batch.
         ranks_of_tree: ranks among which a tree's tokens and attention are shared out; None: all.
         ping_pong: whether micro-batches run as two nano-batches.
+        keeps_inputs: whether servers keep the kernels' inputs for the backward pass.
     """
 
     tensor: int
     micro_batches: int
     ranks_of_tree: int | None = None
     ping_pong: bool = True
+    keeps_inputs: bool = False
 
     def __str__(self) -> str:
         where = "all ranks" if self.ranks_of_tree is None else f"{self.ranks_of_tree} ranks each"
         halves = "" if self.ping_pong else ", no ping-pong"
+        halves += ", inputs kept" if self.keeps_inputs else ""
         return f"TP{self.tensor}, trees over {where}, {self.micro_batches} micro-batch(es){halves}"
 
 
@@ -176,6 +192,14 @@ def layouts(groups: int, workload: Workload, tensor: Sequence[int]) -> list[Tree
                 halves = (True, False) if of_ranks > 1 else (False,)
                 found += [TreeLayout(tp, number, size, ping_pong) for ping_pong in halves]
     return found
+
+
+def least_memory(groups: Sequence[Group], workload: Workload, layout: TreeLayout) -> float:
+    """Returns bytes that a GPU needs at least: without buffers, and with equal shares."""
+    costs, ranks = workload.costs(layout.tensor), workload.gpus // layout.tensor
+    tokens = sum(group.tokens for group in groups) / layout.micro_batches / ranks
+    kept = tokens * workload.model.layers * costs.activation_bytes()
+    return kept + costs.state_bytes(0, 1, ranks)
 
 
 def simulate_trees(groups: Sequence[Group], workload: Workload, layout: TreeLayout) -> Outcome:
@@ -217,7 +241,8 @@ def simulate_trees(groups: Sequence[Group], workload: Workload, layout: TreeLayo
         ticks.append(PlannedTick(tick, of_micro_batches[work.micro_batch], work.micro_batch))
     servers = np.arange(ranks)[None]
     planned = PlannedGlobalBatch(schedule, servers, (), tuple(ticks), masks)
-    outcome = simulate_ticks(planned, costs)
+    kept: BackwardInputs = "keep" if layout.keeps_inputs else "resend"
+    outcome = simulate_ticks(planned, costs, backward=kept)
     # What the same rollouts have one by one.
     return replace(outcome, tokens=sum(sum(group.rollouts) for group in groups))
 

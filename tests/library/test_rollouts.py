@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from distca.library import Mask, Rollout, Tree, share_prefixes
+from distca.library import Document, Mask, Rollout, Tree, share_prefixes
+from distca.library.nodes import Nodes
 from distca.library.plans import PlanDocuments
+from distca.library.share import as_documents, digest
 from distca.schedule import ScheduleConfig
 from support.rollout_loops import (
     MIXES,
@@ -29,8 +32,8 @@ PLAN = PlanDocuments("tiles", ScheduleConfig(block=16), (Mask(),), 2)
 
 
 @cache
-def alone(family: str, mix: str, clipped: bool) -> Trained:
-    return train_one_by_one(family, mix, clipped)
+def alone(family: str, mix: str, kind: str = "weighted") -> Trained:
+    return train_one_by_one(family, mix, kind)
 
 
 def check(found: list[Trained], expected: Trained, one_mask: bool = True) -> None:
@@ -52,7 +55,7 @@ def check(found: list[Trained], expected: Trained, one_mask: bool = True) -> Non
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_trees_are_rollouts_one_by_one(ranks: Any, mix: str, world_size: int) -> None:
     found = ranks.run(train_on_trees, "llama", mix, world_size=world_size, timeout=400)
-    check(found, alone("llama", mix, False))
+    check(found, alone("llama", mix))
     for step, rows in enumerate(zip(*(rank.rows for rank in found), strict=True)):
         assert max(rows) - min(rows) <= 1
         one_by_one = sum(len(each.tokens) for each in rollouts_of(mix, step))
@@ -62,19 +65,22 @@ def test_trees_are_rollouts_one_by_one(ranks: Any, mix: str, world_size: int) ->
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_windows_count_tokens_along_the_path(ranks: Any, family: str) -> None:
     found = ranks.run(train_on_trees, family, "turns", world_size=2, timeout=400)
-    check(found, alone(family, "turns", False), one_mask=family == "mistral")
+    check(found, alone(family, "turns"), one_mask=family == "mistral")
 
 
-@pytest.mark.parametrize("mix", ["star", "turns"])
-def test_clipped_ratios_of_each_rollout(ranks: Any, mix: str) -> None:
-    found = ranks.run(train_on_trees, "llama", mix, True, world_size=2, timeout=400)
-    check(found, alone("llama", mix, True))
+@pytest.mark.parametrize(
+    ("mix", "kind"), [("star", "clipped"), ("turns", "clipped"), ("pairs", "dpo")]
+)
+def test_losses_of_each_rollout(ranks: Any, mix: str, kind: str) -> None:
+    """A clipped ratio with each one's advantage, and preference pairs."""
+    found = ranks.run(train_on_trees, "llama", mix, kind, world_size=2, timeout=400)
+    check(found, alone("llama", mix, kind))
 
 
-def test_recomputed_layers_and_trees_of_each_rank(ranks: Any) -> None:
-    arguments = "llama", "pairs", False, True, True
+def test_recomputed_layers_and_rollouts_of_each_rank(ranks: Any) -> None:
+    arguments = "llama", "pairs", "weighted", True, True
     found = ranks.run(train_on_trees, *arguments, world_size=2, timeout=400)
-    check(found, alone("llama", "pairs", False))
+    check(found, alone("llama", "pairs"))
 
 
 def test_documents_and_trees_in_one_batch(ranks: Any) -> None:
@@ -83,7 +89,11 @@ def test_documents_and_trees_in_one_batch(ranks: Any) -> None:
         assert "several next tokens" in message
         assert [len(each) for each in documents] == [50, *tree_sizes(rollouts), 70]
         for number, each in enumerate(rollouts):
-            torch.testing.assert_close(predicted[number][1:], each.tokens[1:])
+            assert each.weights is not None
+            weights = torch.cat([torch.zeros(1), each.weights[1:]])
+            # What a document before a tree predicts is not the tree's first token.
+            expected = torch.where(weights != 0, each.tokens, 0)
+            torch.testing.assert_close(predicted[number], expected)
         assert rows < one_by_one
 
 
@@ -120,14 +130,14 @@ def test_prefixes_are_found(least: int, full: bool) -> None:
             for rollout, end in zip(tree.rollouts, tree.ends, strict=True):
                 path = torch.cat([tree.nodes[node] for node in tree.path(end)])
                 assert path.tolist() == rollouts[rollout].tokens.tolist()
-        weights = sum(float(each.sum()) for tree in trees for each in tree.weights)
-        assert weights == sum(len(each.tokens) for each in rollouts)
+        weights = sum(float(each.sum()) for tree in trees for each in tree.last_weights)
+        assert weights == sum(len(each.tokens) - 1 for each in rollouts)
         held = sum(tree.tokens for tree in trees)
         if least == 1:
             prefixes = {tuple(r.tokens[:n].tolist()) for r in rollouts for n in range(1, 32)}
             assert held == len(prefixes)
         else:
-            assert held <= weights
+            assert held <= weights + len(rollouts)
 
 
 def test_mistakes_are_refused() -> None:
@@ -139,14 +149,52 @@ def test_mistakes_are_refused() -> None:
         (lambda: Rollout(tokens, ones[:2]), "4 tokens, but 2 weights"),
         (lambda: Rollout(tokens, ones.double()), "float32"),
         (lambda: Rollout(tokens, ones * torch.nan), "not finite"),
-        (lambda: share_prefixes([]), "no rollouts"),
+        (lambda: Rollout(-tokens), "negative token"),
+        (lambda: share_prefixes([tokens]), "a Tensor is no rollout"),
+        (lambda: share_prefixes([Rollout(tokens)], 0), "at least 1"),
+        (lambda: PLAN([]), "no documents"),
+        (lambda: PLAN([share_prefixes([Rollout(tokens)])]), "a tuple is given"),
+        (lambda: PLAN(share_prefixes([Rollout(tokens)])[0]), "a Tree is given"),
         (lambda: PLAN([*share_prefixes([Rollout(tokens)]) * 2]), "two rollouts are number 0"),
         (lambda: replace(PLAN, scheduler="greedy")(share_prefixes([Rollout(tokens)])), "tiles"),
-        (lambda: share_prefixes([Rollout(tokens)], 0), "at least 1"),
-        (lambda: Tree((tokens, tokens), (-1, 1), (ones, ones), (0,), (1,)), "earlier node"),
-        (lambda: Tree((tokens, tokens), (-1, -1), (ones, ones), (0,), (1,)), "earlier node"),
-        (lambda: Tree((tokens,), (-1,), (ones[:1],), (0,), (0,)), "a weight for each"),
-        (lambda: Tree((tokens,), (-1,), (ones,), (0,), (1,)), "not there"),
+        (lambda: Nodes(as_documents([Rollout(tokens, 3e38 * ones)] * 3)).predictions, "infinity"),
+        (lambda: Tree((tokens, tokens), (-1, 1), (0,), (1,), (ones,)), "earlier node"),
+        (lambda: Tree((tokens, tokens), (-1, -1), (0,), (1,), (ones,)), "earlier node"),
+        (lambda: Tree((tokens[:0],), (-1,), (0,), (0,), (ones,)), "has no tokens"),
+        (lambda: Tree((tokens,), (-1,), (0,), (1,), (ones,)), "not there"),
+        (lambda: Tree((tokens,), (-1,), (0,), (0,), (ones,)), "first token"),
     ):
         with pytest.raises(ValueError, match=message):
             make()  # type: ignore[no-untyped-call]
+
+
+def test_what_is_compared_between_ranks() -> None:
+    """Other numbers, weights or ends are other documents; so is a document with such tokens."""
+    rollouts = star_of(2)
+    usual = digest(share_prefixes(rollouts, 16))
+    assert digest(share_prefixes(star_of(2), 16)) == usual
+    first, *others = rollouts
+    assert first.weights is not None
+    more = Rollout(first.tokens, 2 * first.weights)
+    for other in (rollouts[::-1], [more, *others], others):
+        assert digest(share_prefixes(other, 16)) != usual
+    assert digest(share_prefixes(rollouts, 16, first=5)) != usual
+    alone = [Rollout(torch.arange(5))]
+    assert digest(as_documents(alone)) != digest(as_documents([torch.arange(5)]))
+
+
+def test_they_are_sent_to_other_processes_as_arrays() -> None:
+    """A tensor takes an open file on the way from a data loader's worker."""
+    given = [*star_of(3), Document(torch.arange(9), torch.arange(1, 10))]
+    planned = PLAN(given)
+    written = pickle.dumps(planned)
+    assert b"torch._utils" not in written
+    read = pickle.loads(written)
+    assert digest(read.documents) == digest(planned.documents)
+
+
+def test_losses_ignore_tokens_that_nobody_trains() -> None:
+    rollouts = star_of(4)
+    nodes = Nodes(as_documents(rollouts))
+    responses = sum(int((each.weights != 0).sum()) for each in rollouts if each.weights is not None)
+    assert nodes.num_trained == responses == len(nodes.predictions[0])

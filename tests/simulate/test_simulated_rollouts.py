@@ -11,7 +11,7 @@ from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
 from distca.plan import validate_plan
 from distca.schedule import ScheduleConfig
-from distca.simulate import Workload
+from distca.simulate import Workload, advise
 from distca.simulate.cluster import CLUSTERS
 from distca.simulate.rollouts import (
     Group,
@@ -19,6 +19,7 @@ from distca.simulate.rollouts import (
     _plans,
     draw_groups,
     layouts,
+    least_memory,
     one_by_one,
     simulate_trees,
 )
@@ -46,18 +47,32 @@ def test_groups_have_the_lengths_that_are_asked_for() -> None:
 
 
 def test_rollouts_one_by_one_fill_sequences() -> None:
-    batches = [draw_groups(9000, 4, 2000, 6, 0.5, seed) for seed in range(3)]
-    context, packed = one_by_one(batches)
-    assert context % 8192 == 0
-    for groups, sequences in zip(batches, packed, strict=True):
-        assert len(sequences) == 8
-        assert all(int(each.sum()) == context for each in sequences)
-        rollouts = sorted(length for group in groups for length in group.rollouts)
-        documents = np.concatenate(sequences)
-        np.testing.assert_array_equal(np.sort(documents[documents > 256]), rollouts)
+    batches = [draw_groups(9000, 4, 2000, 60, 0.5, seed) for seed in range(3)]
+    for gpus, odd in ((64, 1), (24, 3)):
+        context, packed = one_by_one(batches, gpus)
+        for groups, sequences in zip(batches, packed, strict=True):
+            assert len(sequences) % odd == 0
+            assert (len(sequences) // odd).bit_count() == 1
+            assert all(int(each.sum()) == context for each in sequences)
+            rollouts = sorted(length for group in groups for length in group.rollouts)
+            documents = np.concatenate(sequences)
+            np.testing.assert_array_equal(np.sort(documents[documents > 256]), rollouts)
+            assert sum(rollouts) > 0.95 * len(sequences) * context
     # One rollout is a sequence.
-    context, packed = one_by_one([[Group(100, (5,))]])
-    assert [each.sum() for each in packed[0]] == [context] == [8192]
+    context, packed = one_by_one([[Group(100, (5,))]], 8)
+    assert [each.sum() for each in packed[0]] == [context] == [512]
+
+
+def test_sharing_nothing_gains_nothing() -> None:
+    """One response to each prompt: a tree is a document, here beside DistCA's own search."""
+    groups = draw_groups(16384, 1, 4096, 64, 0.3)
+    context, packed = one_by_one([groups], 8)
+    workload = job(8, context, len(packed[0]))
+    (choice,) = advise(workload, packed, ["tiles"], [1], [1])
+    share = sum(sum(group.rollouts) for group in groups) / workload.sequences / context
+    ways = [TreeLayout(1, 1, size, half) for size in (None, 1) for half in (True, False)]
+    trees = min(simulate_trees(groups, workload, way).seconds for way in ways)
+    assert trees == pytest.approx(choice.seconds * share, rel=0.06)
 
 
 @pytest.mark.parametrize("ranks_of_tree", [None, 4, 2, 1])
@@ -86,7 +101,11 @@ def test_bytes_are_the_plans() -> None:
     outcome = simulate_trees(groups, job(8), TreeLayout(1, 2))
     costs = job(8).costs(1)
     assert outcome.tokens == sum(sum(group.rollouts) for group in groups)
+    kept = simulate_trees(groups, job(8), TreeLayout(1, 2, keeps_inputs=True))
+    sent = [each.bytes_sent["dispatch_backward"].sum() for each in (kept, outcome)]
+    assert sent[0] < sent[1]
     assert outcome.fits
+    assert least_memory(groups, job(8), TreeLayout(1, 2)) < outcome.memory_bytes.max()
     assert set(outcome.bytes_sent) >= {"dispatch", "combine", "dispatch_backward"}
     # The same plans, layer by layer.
     links = job(8).cluster.links(1)

@@ -125,7 +125,12 @@ def _descend(model: Any, trained: Trained) -> None:
             each -= 0.02 * each.grad
 
 
-def train_one_by_one(family: str, mix: str, clipped: bool) -> Trained:
+def _dpo(sums: torch.Tensor) -> torch.Tensor:
+    """The loss of preference pairs: sums of chosen and rejected answers in turn."""
+    return -torch.nn.functional.logsigmoid(0.05 * (sums[::2] - sums[1::2])).mean()
+
+
+def train_one_by_one(family: str, mix: str, kind: str) -> Trained:
     """Two steps in one process, each rollout by itself."""
     model, trained = make_model(family, "eager"), Trained()
     for step in range(2):
@@ -136,20 +141,30 @@ def train_one_by_one(family: str, mix: str, clipped: bool) -> Trained:
             for each in rollouts
         ]
         divisor = _divisor(rollouts)
+        sums = []
         for number, each in enumerate(rollouts):
             log = torch.zeros(len(each.tokens))
             if len(log) > 1:
                 logits = model(input_ids=each.tokens[None]).logits[0, :-1].float()
                 log = -torch.nn.functional.cross_entropy(logits, each.tokens[1:], reduction="none")
                 position = torch.arange(1, len(each.tokens))
-                if clipped:
-                    loss = _clipped(log, torch.full_like(position, number), position)
+                trained_tokens = weights[number][1:] != 0
+                log = log * trained_tokens
+                loss = -(log * weights[number][1:]).sum() / divisor
+                if kind == "clipped":
+                    rollout = torch.full_like(position, number)[trained_tokens]
+                    loss = _clipped(log[trained_tokens], rollout, position[trained_tokens])
+                if kind == "dpo":
+                    sums.append((log * weights[number][1:]).sum())
                 else:
-                    loss = -(log * weights[number][1:]).sum() / divisor
-                loss.backward()
-                total += loss.item()
+                    loss.backward()
+                    total += loss.item()
                 log = torch.cat([torch.zeros(1), log.detach()])
             logs.append(log)
+        if kind == "dpo":
+            whole = _dpo(torch.stack(sums))
+            whole.backward()
+            total = whole.item()
         trained.losses.append(total)
         trained.log_probabilities.append(logs)
         _descend(model, trained)
@@ -157,7 +172,11 @@ def train_one_by_one(family: str, mix: str, clipped: bool) -> Trained:
 
 
 def train_on_trees(
-    family: str, mix: str, clipped: bool = False, checkpointing: bool = False, own: bool = False
+    family: str,
+    mix: str,
+    kind: str = "weighted",
+    checkpointing: bool = False,
+    own: bool = False,
 ) -> Trained:
     """The same steps on trees that the ranks share."""
     hf.register()
@@ -172,18 +191,23 @@ def train_on_trees(
         rollouts = rollouts_of(mix, step)
         trees: Any = share_prefixes(rollouts, LEAST)
         if own:
-            trees = share_documents(trees[dist.get_rank() :: dist.get_world_size()])
+            # The first rank has none, and the last one all.
+            trees = share_documents(rollouts if dist.get_rank() else [])
         batch = planner.place(planner.collate(trees))
         placed.append(batch)
         log = batch.log_probabilities(model(**hf.inputs_of(batch)).logits)
-        if clipped:
+        if kind == "clipped":
             entries = batch.rollout_tokens()
             loss = _clipped(log[entries.prediction], entries.rollout, entries.position)
+        elif kind == "dpo":
+            # The same on all ranks, of which each has a part of the gradient.
+            loss = _dpo(batch.sum_rollouts(log))
         else:
             loss = -(log * batch.predictions.weights).sum() / _divisor(rollouts)
         loss.backward()
         whole = loss.detach().clone()
-        dist.all_reduce(whole)
+        if kind != "dpo":
+            dist.all_reduce(whole)
         for parameter in model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -205,7 +229,8 @@ def place_both() -> tuple[list[torch.Tensor], dict[int, torch.Tensor], str, int,
     planner = Planner(hf_shape(), block=BLOCK)
     made = torch.Generator().manual_seed(5)
     rollouts = star(made)
-    given = [_tokens(made, 50), *share_prefixes(rollouts, LEAST), Document(_tokens(made, 70))]
+    first = Document(_tokens(made, 50), _tokens(made, 50))
+    given = [first, *share_prefixes(rollouts, LEAST), Document(_tokens(made, 70))]
     batch = planner.place(given)
     predicted = batch.gather_rollouts(batch.predictions.targets)
     try:

@@ -200,7 +200,8 @@ class _Mover:
 
     def _hold(self, document: int, server: int, start: int, end: int) -> None:
         """Notes that a server has keys of a document."""
-        prefix = self._plan.cached_prefix
+        # Without parents the tokens of a prefix are the document's own.
+        prefix = None if self._plan.parents is None else self._plan.cached_prefix
         for each in self._path(document):
             first = 0 if prefix is None else int(prefix[each])
             if max(start, first) < end:
