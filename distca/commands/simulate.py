@@ -249,6 +249,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
             f"--tolerance {args.tolerance} is out of range: give a fraction of the mean load from "
             "0 to below 1, such as 0.05"
         )
+    check_tokens(args.sequences * args.context)
     args.systems = args.systems or _systems()
     _check_outputs(args)
     of_distca = [given[name] for name in ("tolerance", "finalists", "latent_rows") if name in given]

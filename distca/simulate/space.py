@@ -325,7 +325,10 @@ def _divides(tp: int, workload: Workload) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """Lists the divisors of a number, rising."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    large = [number // n for n in reversed(small)]
+    return small + large[small[-1] == large[0] :] if small else []
 
 
 def least_memory(candidate: Candidate, workload: Workload) -> float:

@@ -108,7 +108,7 @@ NOT_RUN = {
     r"distca simulate prefill .* --calibration .*": "needs one; test_chosen_sparsity.py has it",
     r"distca simulate --serving .*": "takes a minute; test_serving_requests.py has a small trace",
     r"distca simulate --model deepseek-v3-like .*": "takes a minute; llama-8b is run",
-    r"distca simulate rollouts .*": "takes minutes; test_simulate_rollouts.py has a small job",
+    r"distca simulate rollouts.*": "takes minutes; test_simulate_rollouts.py has a small job",
     r"(CUDA_VISIBLE_DEVICES=0,1,2,3 )?distca prefill .*": "test_prefill_storm.py has a model",
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
