@@ -92,7 +92,7 @@ def six_prompts(random: np.random.Generator) -> list[Rollout]:
 
 
 def conversation(random: np.random.Generator) -> list[Rollout]:
-    """A conversation of six turns, with four answers to each, one of which it goes on from."""
+    """A conversation of six turns. Each has four answers, and goes on from the first."""
     found, history = [], _text(random, 600)
     for _ in range(6):
         answers = [_text(random, random.integers(100, 400)) for _ in range(4)]
@@ -187,7 +187,7 @@ def _measure(
 
 
 def measure(ranks: int, mixes: Sequence[str], rounds: int, seed: int) -> list[Case]:
-    """Measures mixes in all ways on so many processes."""
+    """Measures mixes in all ways on a number of processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

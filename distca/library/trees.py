@@ -71,7 +71,7 @@ def _rollout(tokens: Any, weights: Any) -> Rollout:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Rollouts that share tokens, each of which is held once; `share_prefixes` makes them.
+    """Rollouts that share tokens. Each token is held once. `share_prefixes` makes trees.
 
     Attributes:
         nodes: tokens of each node, int64 `[tokens]`, on the CPU. A node's path is the tokens of its

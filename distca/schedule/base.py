@@ -197,8 +197,8 @@ def shared_prefixes(lengths: Int64s, parents: Int64s) -> Int64s:
     wrong = np.flatnonzero(lengths <= prefix)
     if len(wrong):
         raise ValueError(
-            f"document {wrong[0]} has {lengths[wrong[0]]} tokens, {prefix[wrong[0]]} of which are "
-            "its parent's: give it at least one of its own"
+            f"document {wrong[0]} has {lengths[wrong[0]]} tokens, and its parent has "
+            f"{prefix[wrong[0]]} of them: give it at least one of its own"
         )
     return prefix
 

@@ -248,7 +248,7 @@ def simulate_trees(groups: Sequence[Group], workload: Workload, layout: TreeLayo
 
 
 def _dealt(groups: Sequence[Group], parts: int, token_pairs: float) -> list[list[Group]]:
-    """Deals groups out to so many parts, the largest first to the one with least work."""
+    """Deals groups out to some parts, the largest first to the one with least work."""
 
     def work(group: Group) -> float:
         lengths, parents = _family([group])
@@ -314,7 +314,7 @@ def _nothing(ranks: int, mask: Mask) -> Plan:
 
 
 def _beside(plans: Sequence[Plan]) -> Plan:
-    """Puts the plans of groups of ranks together, each of which has documents of its own."""
+    """Puts the plans of groups of ranks together. Each has documents of its own."""
     if len(plans) == 1:
         return plans[0]
     documents = np.cumsum([0, *(len(each.lengths) for each in plans)])

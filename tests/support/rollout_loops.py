@@ -28,7 +28,7 @@ def _rollout(parts: Sequence[torch.Tensor], trained: Sequence[float]) -> Rollout
 
 
 def star(made: torch.Generator) -> list[Rollout]:
-    """Responses to two prompts, with advantages; some tokens' responses begin alike."""
+    """Responses to two prompts, with advantages."""
     found = []
     for prompt, lengths in ((400, (60, 33, 90, 5, 71)), (37, (120, 1, 64))):
         shared = _tokens(made, prompt)
@@ -200,7 +200,7 @@ def train_on_trees(
             entries = batch.rollout_tokens()
             loss = _clipped(log[entries.prediction], entries.rollout, entries.position)
         elif kind == "dpo":
-            # The same on all ranks, of which each has a part of the gradient.
+            # The same on all ranks. Each has a part of the gradient.
             loss = _dpo(batch.sum_rollouts(log))
         else:
             loss = -(log * batch.predictions.weights).sum() / _divisor(rollouts)
