@@ -101,8 +101,8 @@ class _FlashKernel(ABC):
     The packages have the LSE by heads, and refuse calls without queries or without keys.
 
     Attributes:
-        paged_head_step: elements of which heads must be a multiple to be read from a table's
-            blocks; others are copied.
+        paged_head_step: number that divides the elements of heads which the kernel reads from a
+            table's blocks. Keys of other heads are copied.
     """
 
     paged_head_step = 8

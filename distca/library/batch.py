@@ -109,11 +109,7 @@ class Batch:
             ValueError: there is not a row for each token of this rank.
         """
         logits = logits.reshape(-1, logits.shape[-1])
-        if len(logits) != len(self.tokens):
-            raise ValueError(
-                f"{len(logits)} rows of logits are given for {len(self.tokens)} tokens of this "
-                "rank: give one for each"
-            )
+        self._check_count(logits, len(self.tokens), "tokens")
         chosen = logits[self.predictions.rows].float()
         return -torch.nn.functional.cross_entropy(
             chosen, self.predictions.targets, reduction="none"
@@ -216,7 +212,12 @@ class Batch:
 
         Returns:
             A sum for each of `rollouts`, in their order, `[rollouts]`.
+
+        Raises:
+            ValueError: there is not one for each prediction of this rank. The other ranks wait
+                then, until this one ends.
         """
+        self._check_count(values, len(self.predictions.rows), "predictions")
         tokens = self.rollout_tokens()
         order = torch.tensor(self.rollouts, dtype=torch.int64, device=values.device)
         places = torch.searchsorted(order, tokens.rollout)
@@ -227,15 +228,18 @@ class Batch:
         dist.all_reduce(everyone, group=self.group)
         return mine + (everyone - mine.detach())
 
+    @staticmethod
+    def _check_count(values: torch.Tensor, count: int, what: str) -> None:
+        if len(values) != count:
+            raise ValueError(
+                f"{len(values)} values are given for {count} {what} of this rank: give one for each"
+            )
+
     def _gather(
         self, values: torch.Tensor, numbers: Sequence[np.ndarray], total: int, what: str
     ) -> torch.Tensor:
         """Puts values of all ranks in one tensor `[total, …]`: `numbers` has each rank's places."""
-        if len(values) != len(numbers[self.rank]):
-            raise ValueError(
-                f"{len(values)} values are given for {len(numbers[self.rank])} {what} of this "
-                "rank: give one for each"
-            )
+        self._check_count(values, len(numbers[self.rank]), what)
         most = max(len(each) for each in numbers)
         mine = values.new_zeros((most, *values.shape[1:]))
         mine[: len(values)] = values.detach()

@@ -141,7 +141,9 @@ class Nodes:
         of_documents = np.concatenate(sources)
         number, _, _, weight = self.trained
         predicted, of = np.unique(number, return_inverse=True)
-        summed = np.bincount(of, weight.double().numpy(), len(predicted)).astype(np.float32)
+        exact = np.bincount(of, weight.double().numpy(), len(predicted))
+        with np.errstate(over="ignore"):
+            summed = exact.astype(np.float32)
         if not np.isfinite(summed).all():
             raise ValueError("weights of rollouts that share a token add up to infinity")
         # The token before is in the same node, or the last one of the parent.

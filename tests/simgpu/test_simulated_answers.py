@@ -73,7 +73,7 @@ def test_tokens_are_the_cpus_and_nothing_races(
 
 @pytest.fixture(scope="module")
 def by_packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Any]]:
-    """Models of two families, one of which caps scores, and what two ranks answer on the CPU."""
+    """Models of two families, and what two ranks answer on the CPU. The second caps scores."""
     built_or_skip()
     folder = tmp_path_factory.mktemp("of packages")
     models = [str(save_small_model(family, folder)) for family in ("llama", "gemma2")]
