@@ -8,7 +8,8 @@ A request meets seven files, in this order:
 * `llm.py`: `LLM.generate` makes requests, and runs iterations until all are answered;
 * `engine.py`: `Engine.add`, `schedule`, `finish`: what has arrived, what is fed, what is answered;
 * `distca/schedule/serving/scheduler.py`: which tokens of which requests an iteration feeds, and
-  which blocks they get. Here a request is admitted, waits, gives up its blocks, and is aborted;
+  which blocks they get. Here a request waits, is admitted, gets a chunk, is preempted if there are
+  no blocks, and is aborted;
 * `worker.py`: a process's iterations, in the order of their numbers;
 * `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy. The rank that
   owns a block computes its tokens, and attention is where the plans say;
@@ -19,11 +20,12 @@ A request meets seven files, in this order:
   is the runtime's: `distca/runtime/serving`.
 
 The rank that owns the last token of a sequence chooses the next (`worker.py`, `sampling.py`), and
-all engines learn it. `LLM` has an engine in each process, and so has `PrefillRank`
-(`distca/prefill`). Engines compute no plan: each worker makes it from what is fed, since nothing
-has to be sent then. With a small model and short prompts, plans take 1% of the CPU time, and
-scheduling 2% (benchmarks/results/serving/short_prompts.md). An iteration is scheduled when the one
-before has ended: its tokens are known then, and there is little to hide.
+`LLM` gathers what all ranks have chosen before its engine ends the iteration. `LLM` has an engine
+in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no plan: each worker
+makes it from what is fed, since nothing has to be sent then. With a small model and short prompts,
+plans take 1% of the CPU time, and scheduling 2% (benchmarks/results/serving/short_prompts.md). An
+iteration is scheduled when the one before has ended: its tokens are known then, and there is little
+to hide.
 
 If a rank dies, the exchanges of the others fail, after `step_timeout` at the latest, and torchrun
 ends them all. What an abort or a death means for keys and values on their way to another engine is

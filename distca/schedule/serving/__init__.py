@@ -1,8 +1,9 @@
 """Plans of inference: which rank holds a sequence's keys and values, and who computes a step.
 
 * the scheduler: `scheduler.py`, with `request.py` a request, `limits.py` its bounds,
-  `blocks.py` who owns a block, and the prefix cache, `block_owners.py` which rank gets a new one,
-  `moves.py` which blocks change ranks, `scheduled.py` what it decides;
+  `blocks.py` which blocks are free, which requests hold, and the prefix cache, which evicts,
+  `block_owners.py` which rank owns a new one, `moves.py` which change their owner, `scheduled.py`
+  what it decides;
 * the plans of an iteration: `iteration.py`, with `batches.py` its two parts, prefills and decodes,
   `layer_plans.py` a plan for each mask of the layers;
 * strategies: `steps.py` and `rings.py` keys or queries in rings, `partitions.py` chains,
@@ -14,7 +15,8 @@
 To add a strategy of prefills: name it in `steps.py` (`Strategy`), make its plan there (`step_plan`)
 or in a file of its own, as `rings.py` does, and give it a flag's value in
 `distca/commands/described.py` and `served_strategy.py`. `tests/inference/test_exactness.py`
-compares its answers with one process's, and its bytes with the plan's.
+compares its answers with one process's, and its bytes with the plan's. Strategies of growing
+groups, which choose ranks and not what travels, are in `cdsp/strategies.py`.
 
 All are pure functions of values, and import no torch.
 """

@@ -187,9 +187,9 @@ class PrefixCache:
         return self.free(rank) + self.cached(rank)
 
     def take(self, rank: int) -> Block:
-        """Takes a block, which must be `available`: a free one, or the least recently used."""
+        """Takes a block, which must be `available`: a free one, or one that is evicted."""
         if not self.pool.free(rank):
-            self._forget(next(iter(self._idle[rank])))
+            self._evict(rank)
         return Block(rank, self.pool.take(rank))
 
     def find(self, wanted: Iterable[bytes], waited: bool = False) -> list[Block]:
@@ -253,6 +253,10 @@ class PrefixCache:
         """Forgets all blocks; those of sequences stay theirs."""
         for block in list(self._digests):
             self._forget(block)
+
+    def _evict(self, rank: int) -> None:
+        """Frees the least recently used of a rank's cached blocks."""
+        self._forget(next(iter(self._idle[rank])))
 
     def _forget(self, block: Block) -> None:
         del self._by_digest[self._digests.pop(block)]

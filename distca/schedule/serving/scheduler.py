@@ -3,8 +3,8 @@
 A pure function of what it was told, so that a simulator can run it as an engine does. An iteration
 feeds chunks of prompts and decoded tokens together, up to a number of tokens. Sequences that wait
 are admitted by priority, and then in the order of their arrival. If there are no blocks for one
-that runs, the youngest sequence of the lowest priority loses its blocks and is computed again
-later. The prefix cache may still have most of them.
+that runs, the youngest sequence of the lowest priority is preempted: it gives up its blocks and is
+computed again later. The prefix cache may still have most of them.
 
 A prompt may be computed for someone else, who answers it: no token is chosen, its blocks are held
 until `abort` releases them, and it is admitted once there are blocks for all of it.
@@ -75,8 +75,8 @@ class Scheduler:
         # Prompts that are computed, and whose blocks others read until they are aborted.
         self._held: dict[int, Request] = {}
         self._aborted: set[int] = set()
-        # Sequences that gave up their blocks, which no iteration has told yet.
-        self._gave_up: list[int] = []
+        # Sequences that were preempted, which no iteration has told yet.
+        self._preempted: list[int] = []
         # Sequences that wait until another has computed the prompt that they share, by its number.
         self._followers: dict[int, list[Request]] = {}
         self.preemptions = self.looked_up = self.found = 0
@@ -173,7 +173,7 @@ class Scheduler:
         for each in self._waiting:
             if each.number == number:
                 self._waiting.remove(each)
-                self._gave_up = [other for other in self._gave_up if other != number]
+                self._preempted = [other for other in self._preempted if other != number]
                 self._leave_prefix(each)
                 self._hand_over(each)
                 return True
@@ -258,12 +258,12 @@ class Scheduler:
             each.home = self._owners.home(each, homes)
             feeds.append(self._feed(each, count, admitted=True))
             left -= count
-        self._gave_up += preempted
+        self._preempted += preempted
         if feeds or moves:
-            preempted, self._gave_up = self._gave_up, []
+            preempted, self._preempted = self._preempted, []
             moved = join_moves(moves) if moves else ()
             return SchedulerOutput(tuple(feeds), tuple(preempted), moved)
-        # Whoever gave up its blocks may have made room for another.
+        # Whoever was preempted may have made room for another.
         return self.schedule() if preempted else None
 
     def advance(self, batch: SchedulerOutput, chosen: Mapping[int, int]) -> list[TokenUpdate]:

@@ -17,7 +17,7 @@ from distca.schedule.serving.cdsp.load import ImprovementRates, Load, least_by_r
 from distca.schedule.serving.cdsp.published import TABLE_1, published_model
 from distca.schedule.serving.cdsp.receiver import Receiver, receive
 from distca.schedule.serving.cdsp.sender import Sender, send
-from distca.schedule.serving.cdsp.strategies import LOAD_AWARE, PREFILL_STRATEGIES, Strategy
+from distca.schedule.serving.cdsp.strategies import LOAD_AWARE, PREFILL_STRATEGIES, GroupStrategy
 
 __all__ = [
     "LOAD_AWARE",
@@ -25,6 +25,7 @@ __all__ = [
     "TABLE_1",
     "Chunk",
     "Coefficients",
+    "GroupStrategy",
     "ImprovementRates",
     "Load",
     "Prefill",
@@ -34,7 +35,6 @@ __all__ = [
     "Receiver",
     "Search",
     "Sender",
-    "Strategy",
     "least_by_rate",
     "plan_prefill",
     "published_model",

@@ -11,7 +11,7 @@ from distca.schedule.serving.cdsp.chunks import NOBODY, Chunk, PrefillPlan, Sear
 from distca.schedule.serving.cdsp.groups import Ranks
 
 
-class Strategy(Protocol):
+class GroupStrategy(Protocol):
     """What gives a prompt its ranks."""
 
     def __call__(
@@ -97,7 +97,7 @@ def cdsp(
     return plan_prefill(search, queued, ranks_per_node, tokens, cached, holders)
 
 
-PREFILL_STRATEGIES: dict[str, Strategy] = {
+PREFILL_STRATEGIES: dict[str, GroupStrategy] = {
     "fixed-8": partial(fixed, 8),
     "fixed-16": partial(fixed, 16),
     "greedy": greedy,
@@ -110,7 +110,7 @@ LOAD_AWARE = ("single-chunk", "cdsp")
 """Those that go by an improvement rate."""
 
 
-def strategy_of(name: str) -> Strategy:
+def strategy_of(name: str) -> GroupStrategy:
     """Returns a strategy by its name; `fixed-N` is one for each power of two.
 
     Raises:
