@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from support.launches import ROOT
 from support.parity import relative
+from support.pretraining import run_script
 from support.ranks import Ranks
 
 WINDOW = 512
@@ -77,24 +75,15 @@ def test_losses_and_gradients_are_those_of_plain_megatron(
             assert relative(gradient, wanted[name]) < 1e-6, name
 
 
-def test_the_printed_command_trains(tmp_path) -> None:
-    """Two processes that train and one that only serves, as a user starts them."""
-    script = str(ROOT / "examples" / "minimal_loop.py")
+def test_the_printed_command_trains() -> None:
+    """Two processes that train and one that only serves."""
     flags = "--train-iters 3 --seq-length 1024 --distca-servers dedicated:1".split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "3", script, *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = re.findall(r"step \d: lm loss ([\d.]+), .*load max/mean [\d.]+, .*norm", done.stdout)
+    code, printed = run_script("examples/minimal_loop.py", 3, flags)
+    assert code == 0, printed[-3000:]
+    losses = re.findall(r"step \d: lm loss ([\d.]+), .*load max/mean [\d.]+, .*norm", printed)
     assert len(losses) == 3
     assert float(losses[-1]) < float(losses[0])
-    sent = dict(re.findall(r"server (\d) sent ([\d,]+) bytes", done.stdout))
+    sent = dict(re.findall(r"server (\d) sent ([\d,]+) bytes", printed))
     assert sent.keys() == {"0", "1", "2"}
     assert all(int(number.replace(",", "")) > 0 for number in sent.values())
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import subprocess
-import sys
 
 import pytest
 
-from support.launches import ROOT
+from support.pretraining import run_script
 
 pytest.importorskip("transformers")
 
 STEPS = 2
 
 
+@functools.cache
 def losses(example: str, ranks: int, *more: str) -> list[float]:
     """The losses that an example prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), f"examples/{example}.py", "--steps", str(STEPS)]
-    command += more
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [float(loss) for loss in re.findall(r"(?:'loss': '|: loss )(-?\d\.\d+)", done.stdout)]
+    code, printed = run_script(f"examples/{example}.py", ranks, ["--steps", str(STEPS), *more])
+    assert code == 0, printed[-3000:]
+    return [float(loss) for loss in re.findall(r"(?:'loss': '|: loss )(-?\d\.\d+)", printed)]
 
 
 def test_fully_sharded() -> None:
