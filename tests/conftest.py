@@ -12,7 +12,13 @@ import pytest
 from support.pretraining import ROOT
 from support.ranks import Chosen, Ranks
 
-LONG = ("tests/training/", "tests/megatron_patches/loop/", "tests/inference/")
+LONG = (
+    *("tests/simgpu/test_simulated_verify", "tests/simgpu/", "tests/training/"),
+    *("tests/megatron_patches/loop/", "tests/commands/", "tests/docs/test_commands"),
+    *("tests/benchmarks/", "tests/prefill/", "tests/library/", "tests/examples/"),
+    *("tests/inference/", "tests/megatron_patches/", "tests/transport/", "tests/launch/"),
+)
+"""How the paths of files begin that take long, those that take longest first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="runs with --full"))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """Returns the place of a test's file among those that are handed out."""
+    long = [at for at, begin in enumerate(LONG) if item.nodeid.startswith(begin)]
+    return min(long, default=len(LONG))
 
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -99,6 +111,14 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     pool = Ranks(chosen)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the ranks that commands start on CPUs be forks, since their imports take seconds."""
+    from support.forks import start_process
+
+    monkeypatch.setattr("distca.inference.rank_processes.start_process", start_process)
 
 
 @pytest.fixture(scope="session")

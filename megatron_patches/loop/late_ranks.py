@@ -203,7 +203,8 @@ class RankWatch:
         """Ends this process by a line if other ranks are late or gone; else returns later."""
         self._judged.clear()
         self._asked.set()
-        self._judged.wait(3 * self._window)
+        # Each of the two reads may take a window, and one passes between them.
+        self._judged.wait(3 * self._window + 2 * self._period)
 
     def _keep_writing(self) -> None:
         with contextlib.suppress(DistError, RuntimeError):

@@ -24,6 +24,8 @@ from distca.schedule.serving.csps.pipeline import NearToFar
 from support.commands import Command
 from support.small_models import save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 RANKS = ["--context-parallel-size", "4", "--ranks-per-node", "2"]
 CSPS = [*RANKS, "--prefill-strategy", "csps", "--micro-partitions", "2"]
 

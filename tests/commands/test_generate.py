@@ -11,6 +11,8 @@ from support.byte_tokenizer import save_chat_model
 from support.commands import Command
 from support.small_models import save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 @pytest.fixture
 def command(capsys) -> Command:

@@ -17,6 +17,8 @@ from distca.schedule.serving.cdsp import Coefficients, PrefillModel
 from support.commands import Command
 from support.small_models import save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

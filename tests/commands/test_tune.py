@@ -19,6 +19,8 @@ from distca.inference.rank_processes import RankError
 from distca.schedule.serving.partitions import Chain, PartitionTable, load_partitions
 from support.small_models import save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -20,6 +20,8 @@ from support.engines import one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model, spoil
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 NAN, INFINITE = float("nan"), float("inf")
 SPOILT = 77
 """A token whose embedding Gemma scales to infinity."""

@@ -22,6 +22,8 @@ from support.commands import Command
 from support.small_models import MULTIMODAL as KINDS
 from support.small_models import VOCABULARY, save_multimodal_model, save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 CPU = torch.device("cpu")
 PROMPT = np.random.default_rng(0).integers(3, VOCABULARY, 40).tolist()
 MODELS = (

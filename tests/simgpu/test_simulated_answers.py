@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,68 +27,78 @@ BUDGETS: dict[str, dict[str, dict[str, int]]] = json.loads(
 """Most launches and waits of a rank in one step, by ranks and family."""
 
 
-def _answers(
-    folder: Path, ranks: int, models: list[str], packages: tuple[str, ...] = (), **more: str
-) -> list[dict[str, Any]]:
-    """What each rank found, of every family."""
-    folder.mkdir()
-    command = [sys.executable, "-m", "support.simgpu.answers"]
-    told = [json.dumps([models, rank, ranks, str(folder), PROMPTS]) for rank in range(ranks)]
-    Machine(ranks, packages=packages).run_ranks([[*command, each] for each in told], **more)
-    return [json.loads((folder / f"rank {rank}.json").read_text()) for rank in range(ranks)]
+RANKS, PACKAGES = (1, 2), ("flash-attn-3", "flash-attn-4")
+
+Job = tuple[Sequence[str], int, Sequence[str]]
+"""Families, number of ranks, and packages of kernels that are installed."""
+Found = list[dict[str, Any]] | str
+"""What each rank found, of every family, or why one failed."""
+BY_RANKS: dict[int, Job] = {ranks: (SERVED, ranks, ()) for ranks in RANKS}
+# The second caps scores.
+BY_PACKAGE: dict[str, Job] = {each: (("llama", "gemma2"), 2, (each,)) for each in PACKAGES}
+ON_CPUS: dict[int, Job] = {ranks: (FAMILIES, ranks, ()) for ranks in RANKS}
+"""What as many ranks answer on the CPU: in bfloat16 another split rounds otherwise."""
+
+
+def _answers(jobs: Mapping[Any, Job], models: Path, **more: str) -> dict[Any, Found]:
+    """What the ranks of each job found; all run in one process."""
+    told = models / "jobs.json"
+    its = [
+        ([str(models / each) for each in families], ranks, packages)
+        for families, ranks, packages in jobs.values()
+    ]
+    told.write_text(json.dumps([its, PROMPTS]))
+    command = [sys.executable, "-m", "support.simgpu.answers", str(told)]
+    ran = Machine(max(RANKS)).run(command, seconds=1200, **more)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return dict(zip(jobs, json.loads(ran.stdout), strict=True))
+
+
+def _ranks(found: Found) -> list[dict[str, Any]]:
+    """What each rank found; fails if one failed."""
+    assert not isinstance(found, str), found
+    return found
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of each family."""
     built_or_skip()
     folder = tmp_path_factory.mktemp("models")
-    return [str(save_small_model(family, folder)) for family in SERVED]
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def on_gpus(
-    request: pytest.FixtureRequest, models: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, list[dict[str, Any]]]:
-    """Ranks, each with a GPU, and what each of them found."""
-    folder = tmp_path_factory.mktemp("gpus") / "answers"
-    return request.param, _answers(folder, request.param, models)
+    assert all(save_small_model(family, folder) == folder / family for family in FAMILIES)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def on_cpus(
-    on_gpus: tuple[int, Any], models: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """What as many ranks answer on the CPU: in bfloat16 another split rounds otherwise."""
-    folder = tmp_path_factory.mktemp("cpus") / "answers"
-    return _answers(folder, on_gpus[0], models, CUDA_VISIBLE_DEVICES="")[0]
+def on_gpus(models: Path) -> dict[Any, Found]:
+    """What ranks with a GPU each found, by their number or by the package that is installed."""
+    return _answers(BY_RANKS | BY_PACKAGE, models)
 
 
+@pytest.fixture(scope="module")
+def on_cpus(models: Path) -> dict[int, Found]:
+    return _answers(ON_CPUS, models, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", SERVED)
 def test_tokens_are_the_cpus_and_nothing_races(
-    on_cpus: dict[str, Any], on_gpus: tuple[int, list[dict[str, Any]]], family: str
+    on_cpus: dict[int, Found], on_gpus: dict[Any, Found], ranks: int, family: str
 ) -> None:
-    for found in on_gpus[1]:
-        assert found[family]["tokens"] == on_cpus[family]["tokens"]
+    for found in _ranks(on_gpus[ranks]):
+        assert found[family]["tokens"] == _ranks(on_cpus[ranks])[0][family]["tokens"]
         assert found[family]["races"] == []
 
 
-@pytest.fixture(scope="module")
-def by_packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Any]]:
-    """Models of two families, and what two ranks answer on the CPU. The second caps scores."""
-    built_or_skip()
-    folder = tmp_path_factory.mktemp("of packages")
-    models = [str(save_small_model(family, folder)) for family in ("llama", "gemma2")]
-    return models, _answers(folder / "on CPUs", 2, models, CUDA_VISIBLE_DEVICES="")
-
-
-@pytest.mark.parametrize("package", ["flash-attn-3", "flash-attn-4"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_tokens_are_the_cpus_with_other_packages(
-    by_packages: tuple[list[str], list[Any]], tmp_path: Path, package: str
+    on_cpus: dict[int, Found], on_gpus: dict[Any, Found], package: str
 ) -> None:
-    models, expected = by_packages
-    for found in _answers(tmp_path / "answers", 2, models, (package,)):
-        for name, its in found.items():
-            assert its["tokens"] == expected[0][name]["tokens"]
+    expected = _ranks(on_cpus[2])[0]
+    for found in _ranks(on_gpus[package]):
+        assert found.keys() == {"llama", "gemma2"}
+        for family, its in found.items():
+            assert its["tokens"] == expected[family]["tokens"]
             assert its["races"] == []
 
 
@@ -99,13 +110,11 @@ def _most(steps: list[dict[str, Any]], kind: str) -> dict[str, int]:
     }
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", SERVED)
-def test_steps_keep_to_their_budgets(
-    on_gpus: tuple[int, list[dict[str, Any]]], family: str
-) -> None:
+def test_steps_keep_to_their_budgets(on_gpus: dict[Any, Found], ranks: int, family: str) -> None:
     """A change that costs more launches or waits shows as a larger number in `budgets.json`."""
-    ranks, found = on_gpus
-    steps = [found[rank][family]["steps"] for rank in range(ranks)]
+    steps = [found[family]["steps"] for found in _ranks(on_gpus[ranks])]
     decodes = [step for its in steps for step in its[1:]]
     spent = _most([its[0] for its in steps], "prefill") | _most(decodes, "decode")
     budget = BUDGETS[f"{ranks} ranks"][family]
@@ -113,16 +122,18 @@ def test_steps_keep_to_their_budgets(
     assert not over, f"spent and most: {over}; the host waits: {decodes[-1]['syncs']}"
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_command_answers_with_its_defaults(
-    models: list[str], on_gpus: tuple[int, Any], on_cpus: dict[str, Any]
+    models: Path, on_cpus: dict[int, Found], ranks: int
 ) -> None:
     """The processes that `distca generate` starts have the GPUs; bfloat16 is the default there."""
-    command = [sys.executable, "-m", "distca", "generate", models[0], "--ignore-eos", "--json"]
+    command = [sys.executable, "-m", "distca", "generate", str(models / SERVED[0])]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as prompts:
         json.dump(PROMPTS, prompts)
         prompts.flush()
-        flags = ["--prompt-ids", prompts.name, "--max-tokens", str(TOKENS)]
-        ran = Machine(2).run([*command, *flags, "--context-parallel-size", str(on_gpus[0])])
+        flags = ["--prompt-ids", prompts.name, "--max-tokens", str(TOKENS), "--ignore-eos"]
+        flags += ["--json", "--context-parallel-size", str(ranks)]
+        ran = Machine(2).run([*command, *flags])
     assert ran.returncode == 0, ran.stderr
     found = [answer["token_ids"] for answer in json.loads(ran.stdout)]
-    assert found == on_cpus[SERVED[0]]["tokens"]
+    assert found == _ranks(on_cpus[ranks])[0][SERVED[0]]["tokens"]

@@ -1,12 +1,15 @@
-"""Changes of what orders a GPU's work, and of where tensors lie, are seen on simulated GPUs."""
+"""Defects that are put back, and changes of what orders a GPU's work and of where tensors lie, are
+seen on simulated GPUs."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import pytest
+
+from support.simgpu.blockers import BLOCKERS
 from support.simgpu.changes import Change, run_changes
 from support.simgpu.machine import ROOT
 from support.simgpu.mutants import Mutant, mutants
@@ -161,12 +164,29 @@ def test_files_that_are_left_out_exist() -> None:
     assert all((ROOT / name.split()[0]).exists() for name in LEFT_OUT)
 
 
-def test_mutants_are_seen(tmp_path: Path, full: bool) -> None:
-    """All but those that are explained, in some of the places, or with `--full` in all."""
-    places = PLACES if full else PLACES[:SHORT]
-    why = run_changes([each.change for each in places], tmp_path)
-    found = dict(zip(map(str, places), why, strict=True))
-    unseen = {name for name, why in found.items() if not why}
+@pytest.fixture(scope="module")
+def places(full: bool) -> list[Place]:
+    """Some of the places, or with `--full` all."""
+    return PLACES if full else PLACES[:SHORT]
+
+
+@pytest.fixture(scope="module")
+def why(places: list[Place], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What is said of each defect and mutant; all run in one process."""
+    changes = {name: each.change for name, each in BLOCKERS.items()}
+    changes |= {str(each): each.change for each in places}
+    found = run_changes([*changes.values()], tmp_path_factory.mktemp("changes"))
+    return dict(zip(changes, found, strict=True))
+
+
+@pytest.mark.parametrize("name", BLOCKERS)
+def test_a_blocker_is_seen(why: dict[str, str], name: str) -> None:
+    assert BLOCKERS[name].says in why[name], why[name] or "nothing is seen"
+
+
+def test_mutants_are_seen(why: dict[str, str], places: list[Place], full: bool) -> None:
+    """All but those that are explained."""
+    unseen = {name for name in map(str, places) if not why[name]}
     assert unseen <= EXPLAINED.keys(), unseen - EXPLAINED.keys()
     if full:
         assert len(unseen) <= (1 - SEEN_FROM) * len(PLACES), unseen

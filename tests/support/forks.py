@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -23,6 +23,8 @@ IMPORTED = (
     "megatron.training.training",
     # With transformers, which takes as long again.
     "megatron.core.tokenizers.text",
+    "transformers.models.llama.modeling_llama",
+    "distca.inference.rank_processes",
     # What most functions of tests import.
     "pytest",
     "support.training",
@@ -42,6 +44,32 @@ def forking() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context
+
+
+def start_process(
+    started: list[BaseProcess],
+    function: Callable[..., object],
+    *arguments: object,
+    pipe: Connection,
+) -> None:
+    """Starts a process as `distca.lifetime.start_process` does, with the same arguments.
+
+    It gets signals, and ends with the process that forks.
+    """
+    process = forking().Process(target=_run, args=(function, arguments, pipe), daemon=True)
+    process.start()
+    started.append(process)
+    pipe.close()
+
+
+def _run(function: Callable[..., object], arguments: Sequence[object], pipe: Connection) -> None:
+    import torch
+
+    from distca.lifetime import end_with_parent
+
+    end_with_parent()
+    torch.set_num_threads(1)
+    function(*arguments, pipe)
 
 
 def launch(

@@ -1,8 +1,9 @@
 """Faults of a GPU machine, each put in while `distca verify` runs on simulated GPUs.
 
 `python -m support.verify_faults` puts in the faults of one GPU, one after the other in its own
-process, and writes what the command says of each to standard output, as JSON. With the name of a
-fault it runs the command, whose ranks have that fault.
+process, and writes what the command says of each to standard output, as JSON. With names of faults
+it does so with these alone, each in a fork of its process, of which the command's ranks are forks:
+they have the fault.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import functools
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,6 +21,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +49,10 @@ from distca.inference.model_runner import ModelRunner
 from distca.runtime.fused_rows import FusedRowKernels
 from distca.runtime.row_sources import MergedRows
 from distca.transport import collective
+from support.simgpu.forked import run_ranks
+
+SECONDS = 300
+"""Time after which the command hangs."""
 
 
 @dataclass(frozen=True)
@@ -254,14 +262,46 @@ def said_here(name: str, context: Context) -> tuple[int, str]:
     return status, printed.getvalue()
 
 
-if __name__ in ("__main__", "__mp_main__") and len(sys.argv) > 1:
-    # The ranks that the command starts import this module, too.
-    put_in = FAULTS[sys.argv[1]].put_in()
-    put_in.__enter__()
+def said_of_ranks(name: str) -> tuple[int, str] | str:
+    """Runs the command with a fault, in a fork of this process; its ranks are forks, too.
+
+    Returns:
+        Its exit status, and what it prints; or why it has failed.
+    """
+
+    def run(rank: int, folder: Path) -> tuple[int, str]:
+        its, printed = FAULTS[name], io.StringIO()
+        with (
+            its.put_in(),
+            mock.patch.object(verify_ranks, "start_process", _fork),
+            contextlib.redirect_stdout(printed),
+        ):
+            status = main(["verify", "--stages", its.stage])
+        return status, printed.getvalue()
+
+    found = run_ranks(1, SECONDS, run)
+    return found if isinstance(found, str) else found[0]
+
+
+def _fork(
+    started: list[BaseProcess],
+    function: Callable[..., object],
+    *arguments: object,
+    pipe: Connection,
+) -> None:
+    """Starts a process in the place of `distca.lifetime.start_process`."""
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=function, args=(*arguments, pipe), daemon=True)
+    process.start()
+    started.append(process)
+    pipe.close()
+
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        sys.exit(main(["verify", "--stages", FAULTS[sys.argv[1]].stage]))
+        of_ranks = {name: said_of_ranks(name) for name in sys.argv[1:]}
+        sys.stdout.write(json.dumps(of_ranks))
+        sys.exit()
     with tempfile.TemporaryDirectory() as told:
         rank = join_ranks(0, 1, f"{told}/store", Path(told))
         found = {name: said_here(name, rank) for name, each in FAULTS.items() if each.ranks == 1}

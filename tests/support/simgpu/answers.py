@@ -1,8 +1,10 @@
-"""A rank that answers with small models on its simulated GPU, and what that asked of the GPU.
+"""Ranks that answer with small models on simulated GPUs, and what that asked of the GPUs.
 
-Its argument is a list, as JSON: folders of models, rank, number of ranks, a folder for what ranks
-write, and prompts as token ids. It writes `rank N.json` there. Without simulated GPUs it answers on
-the CPU, and nothing is logged.
+The argument is a file with jobs and prompts (token ids), as JSON. A job is a list: folders of
+models, number of ranks, and packages of kernels that are installed. For each job a list is written
+to standard output, as JSON: what each rank found of each model, or in its place why one failed.
+Ranks are forks of this process. Without simulated GPUs they answer on the CPU, and nothing is
+logged.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from support.simgpu import cuda
+from support.simgpu.forked import import_transformers, run_ranks
+from support.simgpu.machine import packages_at
 from support.simgpu.races import count, races
 
 TOKENS = 5
@@ -40,11 +44,29 @@ class _Tokens:
         self.start()
 
 
+SECONDS = 400
+"""Time after which a job hangs."""
+
+
 def main(argv: list[str]) -> None:
-    """Answers with each model in turn."""
-    models, rank, ranks, folder, prompts = json.loads(argv[0])
-    found = {Path(each).name: answers_of(each, rank, ranks, folder, prompts) for each in models}
-    (Path(folder) / f"rank {rank}.json").write_text(json.dumps(found))
+    """Runs each job in turn."""
+    jobs, prompts = json.loads(Path(argv[0]).read_text())
+    import_transformers()
+    found = [_ranks_of(*job, prompts) for job in jobs]
+    sys.stdout.write(json.dumps(found))
+
+
+def _ranks_of(
+    models: list[str], ranks: int, packages: list[str], prompts: list[list[int]]
+) -> list[dict[str, Any]] | str:
+    """What the ranks of a job found, or why one failed."""
+
+    def answer(rank: int, folder: Path) -> dict[str, Any]:
+        sys.path[:0] = packages_at(packages)
+        stores = str(folder)
+        return {Path(each).name: answers_of(each, rank, ranks, stores, prompts) for each in models}
+
+    return run_ranks(ranks, SECONDS, answer)
 
 
 def answers_of(

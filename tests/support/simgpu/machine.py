@@ -49,8 +49,7 @@ class Machine:
             CannotBuildError: the extension cannot be built here.
         """
         here = Path(__file__).parent
-        folders = [here / "site", *(here / "installed" / each for each in self.packages)]
-        folders += [ROOT, ROOT / "tests"]
+        folders = [here / "site", *packages_at(self.packages), ROOT, ROOT / "tests"]
         return os.environ | {
             LIBRARY: str(build()),
             DEVICES: str(self.devices),
@@ -95,6 +94,11 @@ class Machine:
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+def packages_at(names: Sequence[str]) -> list[str]:
+    """Folders of packages of kernels, from which they are imported."""
+    return [str(Path(__file__).parent / "installed" / each) for each in names]
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

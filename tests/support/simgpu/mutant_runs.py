@@ -12,20 +12,15 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
-import os
-import pickle
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from support.simgpu.changes import Change
+from support.simgpu.forked import import_transformers, run_ranks
 from support.simgpu.machine import ROOT
 
 Found = dict[str, Any]
@@ -135,59 +130,16 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(source, module.__file__, "exec"), module.__dict__)
 
 
-def _rank(change: Change, rank: int, folder: Path) -> None:
-    """Runs a rank in a fork, and writes what it found or why it failed."""
-    name, sources = change
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
-    sys.meta_path.insert(0, _Replaced(sources))
-    try:
-        from distca.lifetime import end_with_parent
-
-        end_with_parent()
-        found: Found | str = JOBS[name].run(rank, folder)
-    except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())[:160]
-        found = f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
-    (folder / f"found {rank}").write_bytes(pickle.dumps(found))
-
-
 def run(change: Change) -> list[Found] | str:
     """What the ranks of a job found, or why one failed."""
-    job = JOBS[change[0]]
-    with tempfile.TemporaryDirectory() as place:
-        folder, children = Path(place), dict[int, int]()
-        for rank in range(job.ranks):
-            child = os.fork()
-            if not child:
-                with suppress(BaseException):
-                    _rank(change, rank, folder)
-                os._exit(0)
-            children[child] = rank
-        end = time.monotonic() + job.seconds
-        found: list[Any] = [None] * job.ranks
-        try:
-            while children:
-                ended, _ = os.waitpid(-1, os.WNOHANG)
-                if ended:
-                    rank = children.pop(ended)
-                    written = folder / f"found {rank}"
-                    if not written.exists():
-                        return f"rank {rank} ends early"
-                    found[rank] = pickle.loads(written.read_bytes())
-                    if isinstance(found[rank], str):
-                        return f"rank {rank}: {found[rank]}"
-                elif time.monotonic() > end:
-                    return f"it does not end in {job.seconds:g} s"
-                else:
-                    time.sleep(0.05)
-        finally:
-            for child in children:
-                os.kill(child, 9)
-                os.waitpid(child, 0)
-    return found
+    name, sources = change
+    job = JOBS[name]
+
+    def rank_of_job(rank: int, folder: Path) -> Found:
+        sys.meta_path.insert(0, _Replaced(sources))
+        return job.run(rank, folder)
+
+    return run_ranks(job.ranks, job.seconds, rank_of_job)
 
 
 def seen_by(found: Sequence[Found] | str, expected: Sequence[Found]) -> str:
@@ -207,14 +159,9 @@ def seen_by(found: Sequence[Found] | str, expected: Sequence[Found]) -> str:
 
 
 def _import_what_takes_long() -> None:
-    for name in (
-        "torch.distributed",
-        "megatron.core.models.gpt",
-        "megatron.training",
-        "transformers.models.gemma3.modeling_gemma3",
-    ):
+    for name in ("torch.distributed", "megatron.core.models.gpt", "megatron.training"):
         importlib.import_module(name)
-    assert "distca" not in sys.modules
+    import_transformers()
 
 
 def main(changes: Sequence[Change]) -> None:

@@ -1,4 +1,4 @@
-"""What stood between the code and its first run on a GPU is seen if it is put back.
+"""Defects that stood between the code and its first run on a GPU, to be put back.
 
 In `test_simulated_verify.py` a pool is larger than the memory, and FlashAttention 2 is given lines
 without queries as if each had one. In `test_simulated_nccl.py` ranks use two communicators in
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
-
-from support.simgpu.changes import Change, run_changes
+from support.simgpu.changes import Change
 from support.simgpu.machine import ROOT
 
 
@@ -139,16 +137,3 @@ BLOCKERS = {
         "training", "distca/transport/collective.py", "work.wait()", "pass", "rank "
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def why(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is said of each; all run in one process."""
-    changes = [each.change for each in BLOCKERS.values()]
-    found = run_changes(changes, tmp_path_factory.mktemp("blockers"))
-    return dict(zip(BLOCKERS, found, strict=True))
-
-
-@pytest.mark.parametrize("name", BLOCKERS)
-def test_a_blocker_is_seen(why: dict[str, str], name: str) -> None:
-    assert BLOCKERS[name].says in why[name], why[name] or "nothing is seen"
