@@ -82,7 +82,7 @@ telling $! plain_iteration || { tail -n 20 demo/plain.log >&2 && exit 1; }
 
 # With flags of one's own it may be no Llama any more, which the command says.
 # Its folder is the demo's own, which another run writes anew.
-if .venv/bin/python -m megatron_patches.llama export --force --output demo/model \
+if .venv/bin/distca convert --force --to demo/model \
     --checkpoint "$(value_of --save demo/checkpoints "${more[@]}")"; then
     # What is likeliest is then an underscore, over and over: samples show more.
     echo "the model answers: .venv/bin/distca generate demo/model --prompt 'def main(' --temperature 0.8" >&2

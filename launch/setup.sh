@@ -25,13 +25,13 @@ provide_for_all() {
 
 stamp=$(stamp_of_checkout)
 case ${1:-} in
-    '') provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference --editable ;;
-    tests) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,dev --editable ;;
-    checks) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,dev,cuda-compile --editable ;;
+    '') provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,convert --editable ;;
+    tests) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,convert,dev --editable ;;
+    checks) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,convert,dev,cuda-compile --editable ;;
     megatron)
         version_of_megatron "${2:-}"
         provide_for_all "megatron-$2" "$stamp, megatron-core $2" "$training_pythons" \
-            megatron,dev "megatron-core==$2"
+            megatron,convert,dev "megatron-core==$2"
         ;;
     python)
         version_of_python "${2:-}"

@@ -1,21 +1,21 @@
 """Checks that a checkpoint has exactly the weights of its language model, and loads them.
 
-`distca generate`, `distca prefill` and the training import (`megatron_patches/llama.py`) load
-through `Checkpoint`. Every parameter must come from the checkpoint or be tied by the configuration,
-and every tensor must be used or belong to a part that is left out, such as a vision tower.
-transformers maps the names.
+`distca generate`, `distca prefill` and `distca convert` read through `Checkpoint`. Every parameter
+must come from the checkpoint or be tied by the configuration, and every tensor must be used or
+belong to a part that is left out, such as a vision tower. transformers maps the names.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -209,6 +209,15 @@ class Checkpoint:
         text.tie_word_embeddings = config.tie_word_embeddings
         return cls(path, text, config, trust_remote_code)
 
+    def language_values(self) -> dict[str, Any]:
+        """Returns `config.json` of the language model, as its folder has it where it is alone."""
+        if self.multimodal is None:
+            values: dict[str, Any] = json.loads(
+                (Path(self.path) / "config.json").read_text(encoding="utf-8")
+            )
+            return values
+        return {**self.config.to_dict(), "architectures": [type(self.outline()).__name__]}
+
     def outline(
         self, attention: str | None = None, dtype: torch.dtype = torch.float32
     ) -> PreTrainedModel:
@@ -285,18 +294,64 @@ class Checkpoint:
                 raise ValueError(
                     f"{self.path}: transformers cannot load it: {_reason(error)}"
                 ) from None
-        if not_finite:
-            names = sorted(set(not_finite))
-            raise ValueError(
-                f"{self.path} has weights that are not finite in {str(dtype).split('.')[-1]}, "
-                f"{len(names)} tensors: {abbreviated(names)}: download or convert the model again"
-            )
+        self._refuse_not_finite(not_finite, dtype)
         # Such as a slice that no whole shape shows to be wrong.
         left = [name for kind in ("missing_keys", "mismatched_keys") for name in report[kind]]
         if left:
             names = [str(each if isinstance(each, str) else each[0]) for each in left]
             raise self._refused([f"{len(names)} cannot be loaded: {abbreviated(sorted(names))}"])
         return model
+
+    @contextmanager
+    def opened(self, dtype: torch.dtype) -> Iterator[dict[str, StoredTensor]]:
+        """Checks and opens the weights, and gives them by the names under which they are saved.
+
+        They are read as they are asked for. Where embeddings are tied, the input's alone are given.
+
+        Args:
+            dtype: data type in which what is read must be finite.
+
+        Raises:
+            ValueError: the checkpoint does not have exactly the weights of its model; or, when it
+                is closed, what was read is not finite in `dtype`.
+        """
+        outline, not_finite = self.outline(), list[str]()
+        prefix = f"{outline.base_model_prefix}."
+        with self._opened(outline) as (tensors, _):
+            found = {
+                # Where the base model was saved alone, names lack its prefix.
+                name
+                if name.startswith(prefix) or f"{prefix}{name}" not in outline.state_dict()
+                else f"{prefix}{name}": replace(
+                    each, content=_FiniteContent(name, each.content, dtype, not_finite)
+                )
+                for name, each in tensors.items()
+            }
+            yield self._without_tied_head(found, outline)
+        self._refuse_not_finite(not_finite, dtype)
+
+    def _without_tied_head(
+        self, tensors: dict[str, StoredTensor], outline: PreTrainedModel
+    ) -> dict[str, StoredTensor]:
+        for tied, shared in outline.all_tied_weights_keys.items():
+            if tied not in tensors:
+                continue
+            own = tensors.pop(tied)
+            if shared in tensors and not torch.equal(own[:], tensors[shared][:]):
+                raise ValueError(
+                    f"{self.path}: config.json ties embeddings, but {tied} differs from {shared}: "
+                    'set "tie_word_embeddings": false'
+                )
+            tensors.setdefault(shared, own)
+        return tensors
+
+    def _refuse_not_finite(self, found: Sequence[str], dtype: torch.dtype) -> None:
+        if found:
+            names = sorted(set(found))
+            raise ValueError(
+                f"{self.path} has weights that are not finite in {str(dtype).split('.')[-1]}, "
+                f"{len(names)} tensors: {abbreviated(names)}: download or convert the model again"
+            )
 
     def _outline(
         self, kind: type[AutoModel], config: PreTrainedConfig, **named: object
@@ -333,6 +388,9 @@ class Checkpoint:
             left_out: tuple[str, ...] = ()
             if self.multimodal is not None:
                 names, left_out = self._language_names(outline, list(stored))
+            predicting = self._layers_that_predict_more(names.values())
+            names = {old: new for old, new in names.items() if _layer_of(new) not in predicting}
+            left_out = (*left_out, *(f"model.layers.{layer}" for layer in predicting))
             rename, computed = _renaming(outline, converts=True), _computed_buffers(outline)
             expected = {name: tuple(each.shape) for name, each in outline.state_dict().items()}
             sources = []
@@ -345,6 +403,13 @@ class Checkpoint:
             if problems:
                 raise self._refused(problems)
             yield {names[each.name]: stored[each.name] for each in sources}, left_out
+
+    def _layers_that_predict_more(self, names: Iterable[str]) -> list[int]:
+        """Returns the layers for multi-token prediction, which transformers leaves out, too."""
+        if not getattr(self.config, "num_nextn_predict_layers", None):
+            return []
+        layers = {_layer_of(name) for name in names}
+        return sorted(each for each in layers if each >= self.config.num_hidden_layers)
 
     def _language_names(
         self, outline: PreTrainedModel, stored: Sequence[str]
@@ -411,6 +476,12 @@ def _renaming(model: PreTrainedModel, converts: bool) -> Callable[[str], tuple[s
 def _reason(error: Exception) -> str:
     """Returns an error's message as one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _layer_of(name: str) -> int:
+    """Returns the layer that a tensor is of; -1: none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
 
 
 def _path_of(model: torch.nn.Module, module: torch.nn.Module) -> str:

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "answer prompts with a model, on ranks that share its attention",
     "prefill": "compute keys and values of long prompts for a vLLM server, on several ranks",
     "tune": "search or measure what inference chooses by: chains, groups of ranks, dropped keys",
+    "convert": "turn a model of Hugging Face into a checkpoint that training loads, and back",
     "prepare": "turn text into the token files that training reads",
     "profile": "measure this machine's attention kernel, so that plans can use its times",
     "build": "compile the transports' native code ahead of a run",

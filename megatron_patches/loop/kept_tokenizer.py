@@ -1,4 +1,8 @@
-"""The tokenizer of a run, kept beside its checkpoints: an export needs no other folder."""
+"""The tokenizer of a run, kept beside its checkpoints: `distca convert` needs no other folder.
+
+Where it is in the folder of a model of Hugging Face, so is that model's configuration, which says
+what flags of a run cannot, such as the name of the model's family. It is kept, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ KEPT = "tokenizer"
 """Folder of the tokenizer, in that of the checkpoints."""
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_OF_MODEL = ("config.json", "generation_config.json")
 
 
 def tokenizer_files(model: str | Path) -> dict[str, Path]:
@@ -42,7 +47,11 @@ def keep_tokenizer(kind: str, model: str | None, checkpoints: Path) -> None:
     if kind not in ("HuggingFaceTokenizer", "SFTTokenizer") or model is None:
         return
     folder = checkpoints / KEPT
-    for name, file in tokenizer_files(model).items():
+    files = tokenizer_files(model)
+    if "tokenizer.json" in files:
+        beside = {name: files["tokenizer.json"].with_name(name) for name in _OF_MODEL}
+        files |= {name: file for name, file in beside.items() if file.is_file()}
+    for name, file in files.items():
         content, copy = file.read_bytes(), folder / name
         if copy.is_file() and copy.read_bytes() == content:
             continue

@@ -36,6 +36,8 @@ _MODEL: tuple[str, ...] = (
     "moe_layer_freq",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_enable_expert_bias",
     "mtp_num_layers",
 )
 # Flags that give the optimizer's state its names and shapes.
@@ -68,6 +70,8 @@ _FUNCTION: tuple[str, ...] = (
     "apply_layernorm_1p",
     "squared_relu",
     "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
     "moe_router_topk",
     "moe_router_score_function",
     "moe_router_pre_softmax",
@@ -136,6 +140,17 @@ def check_model(saved: Namespace, args: Namespace, path: str) -> None:
             path,
             different,
         )
+
+
+def model_differences(saved: Namespace, args: Namespace) -> str:
+    """Returns flags by which two models differ in their weights or function; empty if none do.
+
+    Args:
+        saved: flags of the run that made a checkpoint.
+        args: flags of a model that is to be the same.
+    """
+    names = [name for name in (*_MODEL, *_FUNCTION) if name != "vocab_size"]
+    return _differences(names, saved, args)
 
 
 def loads_optimizer(args: Namespace) -> bool:

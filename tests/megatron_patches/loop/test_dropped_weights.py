@@ -19,14 +19,15 @@ SHARED = ["--moe-shared-expert-intermediate-size", "16"]
 
 def loaded(folder: Path, saved: list[str], wanted: list[str]) -> str:
     """Saves a model and loads it as another; returns the error, empty if there is none."""
-    from megatron_patches.hugging_face import build_model
+    from megatron_patches.convert.model import build_model, parse_model
     from megatron_patches.parts import load_weights, save_weights
     from support.ranks import forget_megatron
 
-    model, args = build_model(MODEL + saved, bf16=False)
-    save_weights(model, args, folder)
+    args = parse_model(MODEL + saved, bf16=False)
+    save_weights(build_model(args), args, folder)
     forget_megatron()
-    model, args = build_model(MODEL + wanted, bf16=False)
+    args = parse_model(MODEL + wanted, bf16=False)
+    model = build_model(args)
     try:
         load_weights(model, args, folder)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What users can do nothing about is not told: a resumed run and an export."""
+"""What users can do nothing about is not told: a resumed run and a conversion."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.forks import ROOT
 from support.pretraining import FLAGS, TOKENIZER, run_command
 from support.whole_runs import write_documents
 
-EXPORT = [sys.executable, "-m", "megatron_patches.llama", "export", "--checkpoint"]
+CONVERT = [sys.executable, "-m", "distca.commands.main", "convert", "--checkpoint"]
 
 
-def test_a_resume_and_an_export_tell_what_a_user_needs(tmp_path: Path) -> None:
+def test_a_resume_and_a_conversion_tell_what_a_user_needs(tmp_path: Path) -> None:
     corpus = write_documents(tmp_path / "corpus", [400, *[40] * 30] * 4)
     save, model = str(tmp_path / "save"), tmp_path / "model"
     flags = [*TOKENIZER, *FLAGS, "--data-path", corpus, "--distca", "--hidden-dropout", "0"]
@@ -27,19 +27,19 @@ def test_a_resume_and_an_export_tell_what_a_user_needs(tmp_path: Path) -> None:
     # torch's and megatron-core's of their own calls come from every rank.
     assert re.findall(r".*Warning: .*|.*IS DEPRECATED.*", resumed) == []
 
-    def export(checkpoint: str) -> list[str]:
-        command = [*EXPORT, checkpoint, "--output", str(model)]
+    def converted(checkpoint: str) -> list[str]:
+        command = [*CONVERT, checkpoint, "--to", str(model)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         told = done.stderr.splitlines()
-        return [line for line in told if not re.match(r"python -m .*: \d+:\d\d, ", line)]
+        return [line for line in told if not re.match(r"distca convert: \d+:\d\d, ", line)]
 
-    assert export(save) == [
-        "NullTokenizer has no files: the model is exported without a tokenizer",
-        f"exported iteration 2 of {save} to {model}",
+    assert converted(save) == [
+        "NullTokenizer has no files: the model is written without a tokenizer",
+        f"converted iteration 2 of {save} to {model}",
     ]
-    assert export(save) == [
-        f"error: --output {model} has files already: give another folder, or --force to replace "
-        "them"
+    assert converted(save) == [
+        f"distca convert: --to {model} has files already: give another folder, or --force to "
+        "replace them"
     ]
 
 

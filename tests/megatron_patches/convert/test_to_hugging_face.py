@@ -8,14 +8,17 @@ from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_patches import hugging_face, llama
+import megatron_patches.convert.to_hugging_face as to_hugging_face_module
+from distca.documents.tokenizer import build_tokenizer
+from megatron_patches.convert.folder import write_weights, written_whole
+from megatron_patches.convert.to_hugging_face import llama_config, to_hugging_face
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer, kept_tokenizer
+from megatron_patches.loop.saved_arguments import saved_arguments
+from support.converted import convert
 from support.ranks import forget_megatron
 
 SIZES = """
@@ -58,28 +61,23 @@ def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.
     Returns:
         The logits without those of padding, float32 `[tokens, vocabulary]`.
     """
-    from megatron_patches.batches.micro_batch import document_params
+    from megatron_patches.convert.model import build_model, model_logits, parse_model
     from megatron_patches.parts import save_weights
 
     torch.manual_seed(1)
     flags = [*SIZES, *flags, "--tokenizer-model", str(folder / "tokenizer")]
-    model, args = hugging_face.build_model(flags, bf16=False)
+    args = parse_model(flags, bf16=False)
+    model = build_model(args)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Norms of all ones would hide one that is mistaken for another.
             weight.copy_(0.3 * torch.randn(weight.shape) + (1.0 if "norm" in name else 0.0))
     save_weights(model, args, folder / "checkpoints", iteration=4)
-    model.eval()
-    positions = torch.arange(len(tokens))[None]
-    params = document_params(np.array([len(tokens)]), as_one_sequence=True)
-    with torch.no_grad():
-        out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
+    out = model_logits(model, tokens)
     forget_megatron()
     (folder / "tokenizer").rename(folder / "gone")
-    command = ["export", "--checkpoint", args.save, "--output", str(folder / "model")]
-    assert llama.main(command) == 0
-    forget_megatron()
-    return out.reshape(len(tokens), -1)[:, : len(WORDS)]
+    convert("--checkpoint", args.save, "--to", folder / "model")
+    return out[:, : len(WORDS)]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +89,6 @@ def process() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("which", MODELS)
 def test_transformers_has_the_logits_of_the_trained_model(process, tmp_path, which) -> None:
-    for package in ("transformers", "safetensors"):
-        pytest.importorskip(package, reason="comes with the extra `llama`")
     import tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -124,44 +120,101 @@ def test_transformers_has_the_logits_of_the_trained_model(process, tmp_path, whi
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_with_files_is_not_overwritten_unless_asked(tmp_path: Path, force) -> None:
-    pytest.importorskip("safetensors")
     (tmp_path / "notes").write_text("mine")
     message = "has no checkpoint" if force else "has files already: .* --force"
     with pytest.raises(ValueError, match=message):
-        hugging_face.export(tmp_path / "nothing", tmp_path, force=force)
+        to_hugging_face(tmp_path / "nothing", tmp_path, force=force)
     with pytest.raises(ValueError, match="notes is a file"):
-        hugging_face.export(tmp_path / "nothing", tmp_path / "notes")
+        to_hugging_face(tmp_path / "nothing", tmp_path / "notes")
+
+
+class Killed(BaseException):
+    """As if the process ended."""
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    output.mkdir()
+    for name in ("notes", "config.json", "model-00001-of-00002.safetensors"):
+        (output / name).write_text("before")
+
+    def write_half() -> None:
+        with written_whole(output, force=True) as folder:
+            (folder / "config.json").write_text("after")
+            raise Killed
+
+    with pytest.raises(Killed):
+        write_half()
+    assert {file.read_text() for file in output.iterdir()} == {"before"}
+    with written_whole(output, force=True) as folder:
+        (folder / "config.json").write_text("after")
+    left = {file.name: file.read_text() for file in output.iterdir()}
+    # The other model's weights would be taken for this one's.
+    assert left == {"notes": "before", "config.json": "after"}
+    assert [*tmp_path.iterdir()] == [output]
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = {f"w{number}": torch.full((number,), float(number)) for number in (4, 5, 9, 1)}
+    write_weights(tmp_path, weights.items(), most_bytes=40)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * 19
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert index["weight_map"] == {"w4": files[0], "w5": files[0], "w9": files[1], "w1": files[1]}
+    found = load_file(tmp_path / files[0]) | load_file(tmp_path / files[1])
+    assert {name: each.tolist() for name, each in found.items()} == {
+        name: each.tolist() for name, each in weights.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("flags", "message"),
     [
-        ("qk_layernorm", True),
-        ("normalization", "LayerNorm"),
-        ("num_experts", 8),
-        ("softmax_type", "off-by-one"),
+        (["--qk-layernorm"], "trained with --qk-layernorm"),
+        (["--normalization", "LayerNorm"], "trained with --normalization LayerNorm"),
+        (["--softmax-type", "off-by-one"], "trained with --softmax-type off-by-one"),
     ],
 )
-def test_what_is_no_llama_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"trained with {name} {value!r}"):
-        hugging_face.llama_config(Namespace(**{**vars(SAVED), name: value}), 0)
+def test_what_is_no_llama_is_refused_by_name(flags: list[str], message: str) -> None:
+    from megatron_patches.convert.model import parse_model
+
+    base = " ".join(SIZES).replace("HuggingFaceTokenizer", "NullTokenizer --vocab-size 76").split()
+    saved = saved_arguments({"args": parse_model([*base, *flags], bf16=False)})
+    saved.padded_vocab_size = 128
+    tokenizer = build_tokenizer("NullTokenizer", None, 76)
+    with pytest.raises(ValueError, match=f"not that of a llama: it was {message}[ :]"):
+        to_hugging_face_module._architecture(saved, None, tokenizer, None, False)
 
 
 def test_documents_may_be_longer_than_windows() -> None:
     longer = Namespace(**vars(SAVED), distca_max_document_length=4096)
-    assert hugging_face.llama_config(longer, 0)["max_position_embeddings"] == 4096
-    flags = hugging_face.saved_flags(
-        Namespace(**vars(longer), tokenizer_type="ByteLevelTokenizer", tokenizer_model=None), None
-    )
-    assert flags[flags.index("--max-position-embeddings") + 1] == "4096"
-    assert "--use-rope-scaling" not in flags
+    assert llama_config(longer, 77, 0)["max_position_embeddings"] == 4096
+
+
+def test_what_training_changes_is_in_the_configuration() -> None:
+    kept = {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0},
+        "max_position_embeddings": 64,
+        "vocab_size": 320,
+        "num_nextn_predict_layers": 1,
+        "initializer_range": 0.5,
+    }
+    run = {"rotary_base": 500000, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
+    saved = Namespace(**{**vars(SAVED), **run, "padded_vocab_size": 128})
+    tokenizer = build_tokenizer("NullTokenizer", None, 76)
+    assert to_hugging_face_module._of_this_run(kept, saved, tokenizer) == {
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 32.0},
+        "max_position_embeddings": 128,
+        "vocab_size": 77,
+        "num_nextn_predict_layers": 0,
+        "initializer_range": 0.5,
+    }
 
 
 def test_a_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     import tokenizers
-
-    from distca.documents.tokenizer import build_tokenizer
 
     given, output = tmp_path / "given", tmp_path / "out"
     given.mkdir()
@@ -175,7 +228,9 @@ def test_a_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(given))
     config = {"max_position_embeddings": 128}
     kind = "HuggingFaceTokenizer"
-    hugging_face._write_tokenizer(kind, str(given / "tokenizer.json"), tokenizer, config, output)
+    to_hugging_face_module._write_tokenizer(
+        kind, str(given / "tokenizer.json"), tokenizer, config, output
+    )
     written = json.loads((output / "tokenizer_config.json").read_text())
     assert (written["eos_token"], written["chat_template"]) == ("w9", "mine")
     assert written["model_max_length"] == 128
@@ -200,6 +255,5 @@ def test_the_tokenizer_beside_checkpoints_is_the_last_that_a_run_had(tmp_path: P
 
 
 def test_a_missing_checkpoint_is_not_exported(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     with pytest.raises(ValueError, match="has no checkpoint"):
-        hugging_face.export(tmp_path / "nothing", tmp_path / "model")
+        to_hugging_face(tmp_path / "nothing", tmp_path / "model")

@@ -1,0 +1,114 @@
+"""`distca convert`: a model of Hugging Face as a checkpoint that training loads, and back.
+
+distca convert Llama-3.1-8B --to llama-megatron
+distca convert --checkpoint checkpoints --to Llama-3.1-8B-long
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from distca.commands.command_line import Parser
+from distca.wording import install
+
+
+def build_parser() -> Parser:
+    """Makes the parser of the command."""
+    parser = Parser(
+        "convert",
+        "Convert a model of Hugging Face to a checkpoint of Megatron's that training loads, and "
+        "print the flags that describe it; or convert a run's latest checkpoint back.",
+        """examples:
+  distca convert Llama-3.1-8B --to llama-megatron
+  distca convert Qwen3-30B-A3B --to qwen-megatron --check 'The quick brown fox'
+  distca convert --checkpoint checkpoints --to Llama-3.1-8B-long
+""",
+    )
+    parser.add_argument(
+        "model",
+        type=Path,
+        nargs="?",
+        metavar="MODEL",
+        help="Folder of a model of Hugging Face: config.json, weights and tokenizer.json.",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="Folder of Megatron's checkpoints (the run's --save), whose latest one is converted "
+        "to Hugging Face.",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="What is written: with MODEL a folder for --load, with --checkpoint a model of "
+        "Hugging Face.",
+    )
+    parser.add_argument(
+        "--float32",
+        action="store_true",
+        help="Write weights in float32. Default: with MODEL bfloat16, with --checkpoint as the run "
+        "had them.",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="TEXT|IDS",
+        help="Load both models, compare their logits of this text, or of token ids with commas "
+        "between them, and print the greatest difference; if rounding in float32 does not explain "
+        "it, the command fails.",
+    )
+    parser.add_argument(
+        "--hf-model",
+        type=Path,
+        metavar="FOLDER",
+        help="With --checkpoint: folder of the model that training began from, for its "
+        "config.json. Default: the one that is kept beside the checkpoints.",
+    )
+    parser.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="With --checkpoint: a tokenizer.json, or its folder. Default: the one beside the "
+        "checkpoints.",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="With --checkpoint: write into a folder that has files already. Weights in it, and "
+        "files of the same names, are replaced.",
+    )
+    return parser
+
+
+def check_arguments(given: Namespace) -> None:
+    """Checks the arguments against each other.
+
+    Raises:
+        ValueError: they don't go together.
+    """
+    if (given.model is None) == (given.checkpoint is None):
+        raise ValueError("give either the folder of a model of Hugging Face, or --checkpoint")
+    if given.checkpoint is not None:
+        return
+    for flag in ("--hf-model", "--tokenizer-model", "--force"):
+        if getattr(given, flag[2:].replace("-", "_")):
+            raise ValueError(f"{flag} is for --checkpoint: remove it")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command in a process of its own, on CPUs; returns its exit status.
+
+    Megatron's state is the process's, and weights of large models fit the CPU's memory.
+    """
+    check_arguments(build_parser().parse(argv))
+    if importlib.util.find_spec("megatron") is None:
+        raise ImportError(f"converting needs `{install('convert')}`")
+    command = [sys.executable, "-m", "megatron_patches.convert", *argv]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=hidden, check=False).returncode

@@ -1,0 +1,93 @@
+"""Logits of Megatron's model and of transformers' on a sample of text."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distca.checkpoints.weights import Checkpoint
+from distca.documents.tokenizer import build_tokenizer
+from megatron_patches.convert.model import model_logits
+from megatron_patches.parts import load_weights
+
+TOLERANCE = 1e-4
+"""Greatest difference of logits that rounding in float32 explains, as a part of their spread."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Logits of two models that should be one.
+
+    Attributes:
+        tokens: number of tokens of the sample.
+        difference: greatest difference of two logits.
+        spread: standard deviation of transformers' logits.
+    """
+
+    tokens: int
+    difference: float
+    spread: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding in float32 explains the difference."""
+        return self.difference <= TOLERANCE * self.spread
+
+
+def sample_tokens(sample: str, folder: Path, vocabulary: int) -> list[int]:
+    """Returns the tokens of a sample.
+
+    Args:
+        sample: text, or token ids with commas between them.
+        folder: folder of the tokenizer.
+        vocabulary: number of tokens that the model has.
+
+    Raises:
+        ValueError: there is no token, or one that the model lacks.
+    """
+    words = [word.strip() for word in sample.split(",")]
+    if all(word.isdecimal() for word in words):
+        tokens = [int(word) for word in words]
+    else:
+        tokens = build_tokenizer("HuggingFaceTokenizer", str(folder)).tokenize(sample)
+    if not tokens or max(tokens) >= vocabulary:
+        raise ValueError(
+            f"--check {sample[:40]!r} gives {max(tokens, default='no')} as a token: give text, or "
+            f"ids below {vocabulary} with commas between them"
+        )
+    return tokens
+
+
+def compare_on_sample(
+    sample: str, folder: Path, checkpoint: Path, model: Any, args: Namespace
+) -> Compared:
+    """Compares the models that a checkpoint and a folder of Hugging Face load into, in float32.
+
+    Args:
+        sample: text, or token ids with commas between them.
+        folder: folder of the model of Hugging Face.
+        checkpoint: folder of Megatron's checkpoints.
+        model: Megatron's model, whose weights are overwritten.
+        args: its arguments.
+
+    Raises:
+        ValueError: the sample is empty, or one of the two cannot be loaded.
+    """
+    source = Checkpoint.read(str(folder))
+    vocabulary = source.config.vocab_size
+    tokens = sample_tokens(sample, folder, vocabulary)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(float("nan"))
+        load_weights(model, args, checkpoint)
+        found = model_logits(model.float(), tokens)[:, :vocabulary].float().cpu()
+        # As wide as the checkpoint's weights, and then computed in float32, too.
+        reference = source.load(args.params_dtype).float().eval()
+        wanted = reference(torch.tensor([tokens])).logits[0]
+    # NaN is no difference at all to max().
+    difference = (found - wanted).abs().nan_to_num(torch.inf).max()
+    return Compared(len(tokens), float(difference), float(wanted.std()))

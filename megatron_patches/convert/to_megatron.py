@@ -1,0 +1,77 @@
+"""From Hugging Face to a checkpoint that training loads."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distca.checkpoints.weights import Checkpoint
+from distca.documents.tokenizer import build_tokenizer
+from megatron_patches.convert.bridges import bridge_of
+from megatron_patches.convert.flags import model_flags, vocabulary_flags
+from megatron_patches.convert.model import build_model, parse_model
+from megatron_patches.convert.weights import copy_in, pad_vocabulary
+from megatron_patches.loop.checkpoint_folder import latest_iteration
+from megatron_patches.parts import save_weights
+
+logger = logging.getLogger(__name__)
+
+
+def to_megatron(
+    folder: Path,
+    checkpoint: Path,
+    bf16: bool,
+    told: Callable[[str], None] = lambda doing: None,
+) -> tuple[list[str], Any, Namespace]:
+    """Writes a checkpoint of iteration 0 with the weights of a model of Hugging Face.
+
+    Must run in a fresh process, in which it starts a process group of one.
+
+    Args:
+        folder: folder of weights, `config.json` and `tokenizer.json`.
+        checkpoint: folder for `--load`, which has no checkpoint yet.
+        bf16: keep weights in bfloat16, else in float32.
+        told: function that is called with what is being done.
+
+    Returns:
+        The flags that describe the model, for `pretrain_gpt.py`; Megatron's model; its arguments.
+
+    Raises:
+        ValueError: the model cannot be converted, or the folder does not have exactly the weights
+            of its configuration, or the tokenizer is of another model; or there is a checkpoint
+            already.
+    """
+    if latest_iteration(checkpoint) is not None:
+        raise ValueError(f"--to {checkpoint} has a checkpoint already: give another folder")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give that of a model of transformers")
+    source = Checkpoint.read(str(folder))
+    if getattr(source.multimodal or source.config, "quantization_config", None):
+        raise ValueError(
+            f"{folder} has quantized weights, which are not converted: give a model in bfloat16"
+        )
+    flags = model_flags(source.config)
+    if left_out := source.check():
+        logger.warning("%s: %s left out, which training does not run", folder, ", ".join(left_out))
+    tokens = build_tokenizer("HuggingFaceTokenizer", str(folder)).vocab_size
+    flags += vocabulary_flags(tokens, source.config.vocab_size)
+    args = parse_model(flags + run_flags(folder, source.config), bf16)
+    model = build_model(args)
+    bridge = bridge_of(source.config, args.params_dtype)
+    pad_vocabulary(bridge, args)
+    told("reading the weights")
+    with source.opened(args.params_dtype) as tensors:
+        copy_in(tensors, model, bridge)
+    told("writing the checkpoint")
+    save_weights(model, args, checkpoint)
+    return flags, model, args
+
+
+def run_flags(tokenizer: Path, config: Any) -> list[str]:
+    """Returns flags of a model that a run chooses: its tokenizer, and its longest positions."""
+    flags = ["--max-position-embeddings", str(config.max_position_embeddings)]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    return flags

@@ -1,0 +1,207 @@
+"""Families of Hugging Face: Megatron computes what transformers does, and gives models back."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.converted import convert, converted_logits
+from support.small_families import CONFIGS, LLAMA3, save_family, small_config
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """A fresh process for the commands: saving starts children, which `ranks` may not have."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+def there_and_back(folder: Path, work: Path, tokens: list[int]) -> torch.Tensor:
+    """Converts a model, runs what the checkpoint loads into, and converts the checkpoint back."""
+    found = converted_logits(folder, work, tokens)
+    # Beside the checkpoint is all that the way back needs.
+    folder.rename(work / "gone")
+    convert("--checkpoint", work / "checkpoint", "--to", work / "back")
+    return found
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_logits_and_the_way_back(process, tmp_path: Path, case: str) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    reference = save_family(case, tmp_path / "model")
+    files = {
+        name: (tmp_path / "model" / name).read_bytes()
+        for name in ("tokenizer.json", "generation_config.json")
+    }
+    given = load_file(tmp_path / "model" / "model.safetensors")
+    tokens = torch.randint(0, reference.config.vocab_size, (200,))
+    with torch.no_grad():
+        wanted = reference(tokens[None]).logits[0]
+    job = process.submit(there_and_back, tmp_path / "model", tmp_path, tokens.tolist())
+    found = job.result(timeout=200)
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert {*back} == {*given}
+    assert [name for name in given if not torch.equal(back[name], given[name])] == []
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert again.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(again(tokens[None]).logits[0], wanted)
+    for name, content in files.items():
+        assert (tmp_path / "back" / name).read_bytes() == content
+
+
+def flags_as_arguments(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What pretrain_gpt.py takes from the flags of a model with this `config.json`."""
+    from distca.checkpoints.weights import Checkpoint
+    from megatron_patches.convert.flags import model_flags
+    from megatron_patches.convert.model import parse_model
+
+    (folder / "config.json").write_text(json.dumps(values))
+    flags = model_flags(Checkpoint.read(str(folder)).config)
+    flags += "--tokenizer-type NullTokenizer --vocab-size 999".split()
+    return vars(parse_model([*flags, "--max-position-embeddings", "128"], bf16=False))
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 301,
+}
+
+
+@pytest.mark.parametrize("scaling", ["rope_scaling", "rope_parameters"])
+def test_flags_of_either_version_of_the_library(tmp_path: Path, scaling: str) -> None:
+    """Up to version 4 the base stands beside the scaling, later in it."""
+    rope = LLAMA3 if scaling == "rope_scaling" else LLAMA3 | {"rope_theta": 500000.0}
+    values = LLAMA | {scaling: rope}
+    args = flags_as_arguments(
+        tmp_path, values | ({"rope_theta": 500000.0} if scaling == "rope_scaling" else {})
+    )
+    assert args["rotary_base"] == 500000
+    assert args["use_rope_scaling"]
+    assert args["rope_scaling_factor"] == 32
+    assert args["kv_channels"] == 24
+    # From 0.18 on the argument has another name than the flag.
+    assert args.get("layernorm_epsilon", args.get("norm_epsilon")) == 1e-6
+    assert args["untie_embeddings_and_output_weights"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma2"}, r"gemma2, which is not converted \(it has soft"),
+        ({"model_type": "opt"}, "opt, which is not converted: only these are: llama"),
+        ({"attention_bias": True}, "attention_bias in config.json is True: .* only .* with False"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "of type 'dynamic'"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "'low_freq_factor': 2.0"),
+        ({"rope_theta": 10000.5}, "10000.5 is no whole number"),
+    ],
+)
+def test_models_that_cannot_be_converted(tmp_path: Path, changes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flags_as_arguments(tmp_path, LLAMA | changes)
+
+
+def test_rows_beyond_the_tokenizer_s_tokens() -> None:
+    from megatron_patches.convert.flags import vocabulary_flags
+
+    assert vocabulary_flags(301, 301) == []
+    # As Qwen3 has it: with 1187 the vocabulary fits, and tensor parallelism up to 128.
+    assert vocabulary_flags(151669, 151936) == ["--make-vocab-size-divisible-by", "1187"]
+    with pytest.raises(ValueError, match="has 302 tokens and the model weights for 301"):
+        vocabulary_flags(302, 301)
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
+    from distca.commands.convert import main
+
+    for arguments, message in (
+        ([], "either the folder of a model"),
+        (["m", "--checkpoint", "c"], "either the folder of a model"),
+        (["m", "--force"], "--force is for --checkpoint"),
+        (["m", "--hf-model", "m"], "--hf-model is for --checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            main([*arguments, "--to", str(tmp_path)])
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
+    from megatron_patches.convert.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), "--to", str(tmp_path / "c")])
+    assert ended.value.code == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+MIXED = {
+    "deepseek_v3": (
+        ({"q_lora_rank": None}, "q_lora_rank in config.json is null"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok in config.json is 1"),
+        ({"topk_group": 1}, "num_experts_per_tok 4 and topk_group 1 in config.json"),
+        ({"norm_topk_prob": False}, "norm_topk_prob in config.json is False"),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}, "'llama3' is not converted with multi"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "needs mscale and mscale_all_dim",
+        ),
+    ),
+    "qwen3": (({"attention_bias": True}, "attention_bias in config.json is True"),),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_values_that_megatron_lacks(case: str) -> None:
+    from megatron_patches.convert.flags import model_flags
+
+    for changes, message in MIXED[case]:
+        with pytest.raises(ValueError, match=message):
+            model_flags(small_config(case, **changes))
+
+
+def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from distca.checkpoints.weights import Checkpoint
+
+    save_family("deepseek_v3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    more = {f"model.layers.2.{name}.weight": torch.ones(2) for name in ("eh_proj", "hnorm")}
+    save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="2 not part of the model"):
+        Checkpoint.read(str(tmp_path)).check()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    source = Checkpoint.read(str(tmp_path))
+    assert source.check() == ("model.layers.2",)
+    with source.opened(torch.float32) as tensors:
+        assert {*tensors} == {*weights}
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    from megatron_patches.convert.to_megatron import to_megatron
+
+    save_family("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ValueError, match="quantized weights, which are not converted"):
+        to_megatron(tmp_path, tmp_path / "checkpoint", bf16=True)
