@@ -31,6 +31,8 @@ from distca.wording import install
 
 _INFERENCE = ("transformers", "tokenizers", "safetensors", "msgspec", "pyzmq")
 """Packages without which `distca generate` or `distca prefill` cannot start."""
+_CONVERSION = ("mbridge", "transformers", "safetensors")
+"""Packages that `distca convert` needs beside Megatron."""
 
 State = Literal["ok", "missing", "problem"]
 
@@ -117,6 +119,7 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
     else:
         yield Finding("attention kernel, transformer-engine", "ok", "not needed without a GPU")
     yield _group("to generate and to prefill", _INFERENCE, install("inference"))
+    yield _group("to convert models", _CONVERSION, install("convert"))
     yield _package("tokenizers", "pip install tokenizers, for `distca prepare`")
     yield _package("matplotlib", f"{install('plot')}, for --plot")
     yield _compiler()

@@ -4,7 +4,8 @@ mbridge knows how each family's configuration and weights are called in Megatron
 which a conversion meets the files:
 
 * `bridges.py`: the families, and what mbridge says of each wrongly or not at all;
-* `flags.py`: a family's configuration as flags of `pretrain_gpt.py`;
+* `rotary.py`: its rotary embedding as flags of `pretrain_gpt.py`;
+* `flags.py`: all of its configuration as flags;
 * `model.py`: Megatron's model that flags describe, on one process;
 * `weights.py`: the weights of such a model by transformers' names, in and out;
 * `to_megatron.py` and `to_hugging_face.py`: the two directions;

@@ -7,6 +7,7 @@ whose fields differ between versions. Only what mbridge says wrongly or not at a
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,6 +23,10 @@ from mbridge.models import (
     Qwen3Bridge,
     Qwen3MoEBridge,
 )
+from megatron.core.activations import quick_gelu
+
+from distca.checkpoints.stored_weights import StoredTensor
+from megatron_patches.convert.rotary import latent_rotary_flags, rope_parameters, rotary_flags
 
 _NO_BIASES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -58,20 +63,6 @@ class OlderConfig:
         return name in self._changed or hasattr(self._config, name)
 
 
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """Returns a configuration's rotary embedding, with its base and type.
-
-    Raises:
-        ValueError: layers have several.
-    """
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    if any(isinstance(each, dict) for each in rope.values()):
-        raise ValueError(f"rotary embeddings for each kind of layer are not converted: {rope}")
-    rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    rope.setdefault("rope_type", rope.get("type") or "default")
-    return rope
-
-
 class Described:
     """What the classes here add to mbridge's.
 
@@ -102,40 +93,16 @@ class Described:
         Raises:
             ValueError: Megatron-LM has none for it.
         """
-        rope = rope_parameters(self.hf_config)
-        kind, words = rope["rope_type"], base_flags(rope)
-        if (turned := rope.get("partial_rotary_factor", 1.0)) != 1:
-            words += ["--rotary-percent", str(turned)]
-        if kind == "default":
-            return words
-        if kind == "llama3":
-            other = {name: rope[name] for name, known in LLAMA3_ROPE.items() if rope[name] != known}
-            if other:
-                raise ValueError(
-                    f"rotary scaling with {other} is not in megatron-core: {LLAMA3_ROPE}"
-                )
-            return [*words, "--use-rope-scaling", "--rope-scaling-factor", str(rope["factor"])]
-        raise ValueError(f"rotary scaling of type {kind!r} is not converted, only llama3")
+        return rotary_flags(self.hf_config)
 
+    def sources(self, name: str) -> list[str]:
+        """Returns the names in transformers of what becomes one of Megatron's weights."""
+        found: list[str] = self._weight_name_mapping_mcore_to_hf(name)  # type: ignore[attr-defined]
+        return found
 
-LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""Llama 3's scaling of rotary angles as megatron-core has it; only the factor can be chosen."""
-
-
-def base_flags(rope: dict[str, Any]) -> list[str]:
-    """Returns the flags of a rotary embedding's base.
-
-    Raises:
-        ValueError: it is no whole number.
-    """
-    base = float(rope["rope_theta"])
-    if base != int(base):
-        raise ValueError(f"rope_theta {base} is no whole number, which --rotary-base must be")
-    return ["--position-embedding-type", "rope", "--rotary-base", str(int(base))]
+    def read(self, name: str, tensor: StoredTensor) -> torch.Tensor:
+        """Reads the part of a source that becomes one of Megatron's weights."""
+        return tensor[:]
 
 
 class Llama(Described, LLaMABridge):
@@ -203,6 +170,117 @@ class Qwen3Moe(Described, Qwen3MoEBridge):
         return windows(self.hf_config) | _qwen_experts(self.hf_config)
 
 
+class Phi3(Described, LLaMABridge):
+    """Phi-3 and 4, which mbridge has not: a Llama that keeps some weights in one tensor."""
+
+    def mends(self) -> dict[str, Any]:
+        return windows(self.hf_config)
+
+    def sources(self, name: str) -> list[str]:
+        found = super().sources(name)
+        return found if len(found) == 1 else [_joined(found[0])]
+
+    def _weight_to_mcore_format(self, name: str, weights: list[torch.Tensor]) -> torch.Tensor:
+        if "linear_qkv.weight" in name:
+            config = self.hf_config
+            rows = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
+            weights = [*torch.split(weights[0], [each * config.head_dim for each in rows])]
+        elif "linear_fc1.weight" in name:
+            weights = [*weights[0].chunk(2)]
+        found: torch.Tensor = super()._weight_to_mcore_format(name, weights)
+        return found
+
+    def _weight_to_hf_format(
+        self, name: str, weight: torch.Tensor
+    ) -> tuple[list[str], list[torch.Tensor]]:
+        names, weights = super()._weight_to_hf_format(name, weight)
+        if len(names) == 1:
+            return names, weights
+        return [_joined(names[0])], [torch.cat(weights)]
+
+
+def _joined(first: str) -> str:
+    """Returns the name of the tensor in which Phi-3 keeps some, by the first one's."""
+    return first.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
+
+
+class GptOss(Described, Qwen2MoEBridge):
+    """GPT-OSS in bfloat16, which mbridge has not."""
+
+    supported: ClassVar = {"hidden_act": ("silu",), "attention_bias": (True,)}
+    _ATTENTION_MAPPING: ClassVar = {
+        **Qwen2MoEBridge._ATTENTION_MAPPING,
+        "self_attention.linear_proj.bias": ["model.layers.{layer_number}.self_attn.o_proj.bias"],
+        "core_attention.softmax_offset": ["model.layers.{layer_number}.self_attn.sinks"],
+    }
+    _MLP_MAPPING: ClassVar = {
+        "pre_mlp_layernorm": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+        "mlp.router.weight": ["model.layers.{layer_number}.mlp.router.weight"],
+        "mlp.router.bias": ["model.layers.{layer_number}.mlp.router.bias"],
+        "linear_fc1.weight": ["model.layers.{layer_number}.mlp.experts.gate_up_proj"],
+        "linear_fc1.bias": ["model.layers.{layer_number}.mlp.experts.gate_up_proj_bias"],
+        "linear_fc2.weight": ["model.layers.{layer_number}.mlp.experts.down_proj"],
+        "linear_fc2.bias": ["model.layers.{layer_number}.mlp.experts.down_proj_bias"],
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Weights of a layer's experts until all are there, which are one tensor.
+        self._experts: dict[str, dict[int, torch.Tensor]] = {}
+
+    def _build_config(self) -> SimpleNamespace:
+        config = self.hf_config
+        return self._build_base_config(
+            activation_func=quick_gelu,
+            glu_linear_offset=1.0,
+            activation_func_clamp_value=getattr(config, "swiglu_limit", 7.0),
+            add_bias_linear=True,
+            add_qkv_bias=True,
+            softmax_type="learnable",
+            num_moe_experts=config.num_local_experts,
+            moe_router_topk=config.num_experts_per_tok,
+            moe_router_load_balancing_type="none",
+            moe_ffn_hidden_size=config.intermediate_size,
+            moe_router_pre_softmax=False,
+            **windows(config),
+        )
+
+    def read(self, name: str, tensor: StoredTensor) -> torch.Tensor:
+        expert = _expert_of(name)
+        return tensor[:] if expert is None else tensor[expert : expert + 1]
+
+    def _weight_to_mcore_format(self, name: str, weights: list[torch.Tensor]) -> torch.Tensor:
+        if _expert_of(name) is None:
+            found: torch.Tensor = super()._weight_to_mcore_format(name, weights)
+            return found
+        # Inputs come first in transformers, and gates and what they let through take turns.
+        weight = weights[0][0].T.to(self.dtype)
+        return torch.cat([weight[::2], weight[1::2]]) if "linear_fc1" in name else weight
+
+    def _weight_to_hf_format(
+        self, name: str, weight: torch.Tensor
+    ) -> tuple[list[str], list[torch.Tensor]]:
+        expert = _expert_of(name)
+        if expert is None:
+            names, weights = super()._weight_to_hf_format(name, weight)
+            return names, weights
+        if "linear_fc1" in name:
+            weight = torch.stack(weight.chunk(2), 1).flatten(0, 1)
+        (own,) = self.sources(name)
+        found = self._experts.setdefault(own, {})
+        found[expert] = weight.T
+        if len(found) < self.config.num_moe_experts:
+            return [], []
+        del self._experts[own]
+        return [own], [torch.stack([found[each] for each in sorted(found)])]
+
+
+def _expert_of(name: str) -> int | None:
+    """Returns the expert that a weight is of; None: of none."""
+    found = re.search(r"\.mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$", name)
+    return None if found is None else int(found[1])
+
+
 class Glm4Moe(Described, GLM4MoEBridge):
     """GLM-4.5 and 4.6, without their layers for multi-token prediction."""
 
@@ -233,36 +311,7 @@ class DeepseekV3(Described, DeepseekV3Bridge):
         return _grouped_experts(config) | {"kv_channels": config.v_head_dim}
 
     def rotary_flags(self) -> list[str]:
-        rope = rope_parameters(self.hf_config)
-        words = [*base_flags(rope), "--rope-type"]
-        if rope["rope_type"] == "default":
-            return [*words, "rope"]
-        if rope["rope_type"] != "yarn":
-            raise ValueError(
-                f"rotary scaling of type {rope['rope_type']!r} is not converted with multi-latent "
-                "attention, only yarn"
-            )
-        other = {
-            name: value
-            for name, value in rope.items()
-            if name in LATENT_YARN and value != LATENT_YARN[name]
-        }
-        needed = {rope.get("mscale"), rope.get("mscale_all_dim")}
-        if other or None in needed or rope.get("attention_factor") is not None:
-            raise ValueError(
-                f"rotary scaling by yarn with {rope} is not in megatron-core, which has "
-                f"{LATENT_YARN}, and needs mscale and mscale_all_dim"
-            )
-        return [
-            *words,
-            *("yarn", "--rotary-scaling-factor", str(float(rope["factor"]))),
-            *("--mscale", str(float(rope["mscale"]))),
-            *("--mscale-all-dim", str(float(rope["mscale_all_dim"]))),
-        ]
-
-
-LATENT_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-"""What megatron-core's flags cannot change of YaRN with multi-latent attention."""
+        return latent_rotary_flags(self.hf_config)
 
 
 def _grouped_experts(config: Any) -> dict[str, Any]:
@@ -333,12 +382,15 @@ BRIDGES: dict[str, type[Described]] = {
     "qwen3_moe": Qwen3Moe,
     "glm4_moe": Glm4Moe,
     "deepseek_v3": DeepseekV3,
+    "phi3": Phi3,
+    "gpt_oss": GptOss,
 }
 """Families that are converted, by `model_type`."""
 
 MISSING = {
     "gemma2": "it has soft caps of scores and logits",
     "gemma3_text": "it has four norms in a layer",
+    "deepseek_v2": "it judges a group of experts by its best one, and megatron-core by several",
 }
 """Why others are not, by `model_type`."""
 

@@ -20,10 +20,11 @@ from typing import Any
 from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import Tokenizer, build_tokenizer
 from megatron_patches.checkpoint_data import read_common_state
-from megatron_patches.convert.bridges import LLAMA3_ROPE, bridge_of
+from megatron_patches.convert.bridges import bridge_of
 from megatron_patches.convert.flags import model_flags, vocabulary_flags
 from megatron_patches.convert.folder import check_free, write_json, write_weights, written_whole
 from megatron_patches.convert.model import build_model, parse_model
+from megatron_patches.convert.rotary import LLAMA3_ROPE
 from megatron_patches.convert.weights import by_their_names, pad_vocabulary
 from megatron_patches.loop.checkpoint_folder import (
     checkpoint_name,

@@ -35,9 +35,10 @@ def copy_in(tensors: Mapping[str, StoredTensor], model: Any, bridge: Any) -> Non
     """
     used: set[str] = set()
     for name, weight in _named_weights(model):
-        sources = bridge._weight_name_mapping_mcore_to_hf(name)
+        sources = bridge.sources(name)
         used.update(sources)
-        found = bridge._weight_to_mcore_format(name, [tensors[each][:] for each in sources])
+        parts = [bridge.read(name, tensors[each]) for each in sources]
+        found = bridge._weight_to_mcore_format(name, parts)
         assert found.shape == weight.shape, name
         weight.copy_(found)
     assert used == {*tensors}, {*tensors} - used

@@ -87,9 +87,9 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
             f"(it is {args.attention_dropout})"
         )
-    if args.position_embedding_type not in ("rope", "none"):
+    if args.position_embedding_type not in ("rope", "yarn", "none"):
         raise ValueError(
-            f"--distca needs --position-embedding-type rope (or none), not "
+            f"--distca needs --position-embedding-type rope (or yarn, or none), not "
             f"{args.position_embedding_type}: documents are longer than --seq-length"
         )
     if torch.cuda.is_available():
@@ -132,7 +132,7 @@ def _validate_latent_attention(args: Namespace) -> None:
 
 def _validate_rotation(args: Namespace) -> None:
     """Checks that a rotary embedding has whole pairs of elements to turn."""
-    if args.position_embedding_type != "rope" or args.multi_latent_attention:
+    if args.position_embedding_type not in ("rope", "yarn") or args.multi_latent_attention:
         return
     turned = int(args.kv_channels * args.rotary_percent)
     if turned % 2 or not turned:

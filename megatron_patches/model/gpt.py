@@ -124,7 +124,7 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
         if model.config.multi_latent_attention:
             rotate_layers_by_position_ids(model)
             average_gradients_of_query_norms(model)
-        elif args.position_embedding_type == "rope":
+        elif args.position_embedding_type in ("rope", "yarn"):
             rotate_by_position_ids(model)
     if config.enabled:
         for layer in model.decoder.layers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 
 
@@ -28,10 +29,18 @@ class TokenRotaryEmbedding(torch.nn.Module):
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         return int(self._rotary.get_rotary_seq_len(*args, **kwargs))
 
-    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the angles of each token, float32 `[tokens, 1, 1, rotary_dim]`."""
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
+        """Returns the angles of each token, float32 `[tokens, 1, 1, rotary_dim]`.
+
+        With YaRN the factor of sines and cosines comes second, as megatron-core has it.
+        """
         if self.positions is None:
             raise RuntimeError("the model was called without position_ids")
+        if isinstance(self._rotary, YarnRotaryEmbedding):
+            # It computes the frequencies anew in each call; they are the angles of position 1.
+            angles, factor = self._rotary.get_emb(2)
+            inv_freq = angles[1, 0, 0].to(self.positions.device)
+            return (self.positions[:, None].to(inv_freq.dtype) * inv_freq)[:, None, None, :], factor
         inv_freq = self._rotary.inv_freq.to(self.positions.device)
         positions = self.positions.to(inv_freq.dtype)
         if self._rotary.seq_len_interpolation_factor is not None:

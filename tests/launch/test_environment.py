@@ -253,7 +253,7 @@ def test_environments_of_versions_are_kept_for_all_checkouts(checkout: Checkout)
     checkout.set_up("megatron", "0.18.2")
     link = checkout.folder / ".venv-megatron-0.18.2"
     assert link.resolve().parent == checkout.folder / "cache" / "distca"
-    assert "megatron-core==0.18.2 .[megatron,dev]" in (link / "installed").read_text()
+    assert "megatron-core==0.18.2 .[megatron,convert,dev]" in (link / "installed").read_text()
     checkout.env["PYTHON"] = str(checkout.python)
     refused = checkout.start("python", "3.11")
     output, _ = refused.communicate(timeout=60)

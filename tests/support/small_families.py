@@ -16,6 +16,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 128,
+}
 _SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -59,12 +67,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, more rows": ("LlamaConfig", {"vocab_size": 320}),
     "mistral": ("MistralConfig", {"head_dim": 24, "sliding_window": None}),
     "mistral, windows": ("MistralConfig", {"sliding_window": 48}),
+    "qwen2": ("Qwen2Config", {}),
     "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2, windows": (
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "qwen3, yarn": ("Qwen3Config", {"rope_parameters": YARN}),
+    "phi3": ("Phi3Config", {"hidden_size": 96, "num_attention_heads": 4, "sliding_window": 48}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24},
+            **{"sliding_window": 48, "rope_parameters": YARN | {"truncate": False}},
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

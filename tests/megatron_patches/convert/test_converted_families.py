@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -12,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from support.converted import convert, converted_logits
+from support.converted import add_tokenizer, convert, converted_logits
+from support.forks import ROOT
 from support.small_families import CONFIGS, LLAMA3, save_family, small_config
+
+PAGE = ROOT / "docs" / "converting.md"
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,20 @@ def there_and_back(folder: Path, work: Path, tokens: list[int]) -> torch.Tensor:
     folder.rename(work / "gone")
     convert("--checkpoint", work / "checkpoint", "--to", work / "back")
     return found
+
+
+def test_the_table_of_the_documentation() -> None:
+    from megatron_patches.convert.bridges import BRIDGES
+
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \|([^|]*)\|", PAGE.read_text(), re.MULTILINE)
+    run: dict[str, list[str]] = {}
+    for case in CONFIGS:
+        family, _, variant = case.partition(", ")
+        run.setdefault(family, []).extend([variant] * bool(variant))
+    assert {name: cell.strip() for name, cell in rows} == {
+        name: "; ".join(variants) for name, variants in run.items()
+    }
+    assert [name for name, _ in rows] == [*BRIDGES]
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -161,7 +180,7 @@ MIXED = {
         ({"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}, "'llama3' is not converted with multi"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "needs mscale and mscale_all_dim",
+            "needs factor, mscale and",
         ),
     ),
     "qwen3": (({"attention_bias": True}, "attention_bias in config.json is True"),),
@@ -205,3 +224,46 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     with pytest.raises(ValueError, match="quantized weights, which are not converted"):
         to_megatron(tmp_path, tmp_path / "checkpoint", bf16=True)
+
+
+def compared(folder: Path, other: Path, work: Path) -> tuple[bool, bool, float]:
+    """Whether a model, and another one, have the logits of the first one's checkpoint."""
+    from megatron_patches.convert.sample import compare_on_sample
+    from megatron_patches.convert.to_megatron import to_megatron
+    from support.ranks import forget_megatron
+
+    _, model, args = to_megatron(folder, work, bf16=True)
+    same = compare_on_sample("5,3,300,17", folder, work, model, args)
+    different = compare_on_sample("5,3,300,17", other, work, model, args)
+    forget_megatron()
+    return same.equal, different.equal, different.difference
+
+
+def test_other_logits_are_seen(process, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    # In bfloat16, whose rounding both have.
+    save_family("qwen3", tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.layers.1.self_attn.k_norm.weight"] *= 1.1
+    save_file(weights, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    job = process.submit(compared, tmp_path / "model", tmp_path / "other", tmp_path / "checkpoint")
+    same, different, difference = job.result(timeout=200)
+    assert same
+    assert not different
+    assert difference > 1e-3
+
+
+def test_samples(tmp_path: Path) -> None:
+    from megatron_patches.convert.sample import Compared, sample_tokens
+
+    add_tokenizer(tmp_path, 301)
+    assert sample_tokens("5, 3,300", tmp_path, 301) == [5, 3, 300]
+    assert sample_tokens("w7", tmp_path, 301) == [7]
+    for sample in ("5,301", ""):
+        with pytest.raises(ValueError, match="ids below 301 with commas"):
+            sample_tokens(sample, tmp_path, 301)
+    assert Compared(1, 1e-5, 1.0).equal
+    assert not Compared(1, float("inf"), 1.0).equal
+    assert not Compared(1, 1e-3, 1.0).equal

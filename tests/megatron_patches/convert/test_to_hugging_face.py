@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron_patches.loop.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from megatron_patches.loop.saved_arguments import saved_arguments
 from support.converted import convert
 from support.ranks import forget_megatron
+from support.small_families import small_config
 
 SIZES = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 16
@@ -186,6 +188,29 @@ def test_what_is_no_llama_is_refused_by_name(flags: list[str], message: str) -> 
     tokenizer = build_tokenizer("NullTokenizer", None, 76)
     with pytest.raises(ValueError, match=f"not that of a llama: it was {message}[ :]"):
         to_hugging_face_module._architecture(saved, None, tokenizer, None, False)
+
+
+def test_the_family_s_configuration_says_what_flags_cannot(tmp_path: Path) -> None:
+    from megatron_patches.convert.flags import model_flags
+    from megatron_patches.convert.model import parse_model
+
+    config = small_config("qwen3")
+    flags = [*model_flags(config), "--max-position-embeddings", "128"]
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
+    saved = saved_arguments({"args": parse_model(flags, bf16=False)})
+    saved.padded_vocab_size = 384
+    tokenizer = build_tokenizer("NullTokenizer", None, 300)
+
+    def architecture(**changes: Any) -> Any:
+        small_config("qwen3", **changes).save_pretrained(tmp_path)
+        kept = to_hugging_face_module._configuration(tmp_path / "nothing", tmp_path)
+        return to_hugging_face_module._architecture(saved, kept, tokenizer, None, False)
+
+    values, found, args = architecture(initializer_range=0.5)
+    assert (values["model_type"], found.model_type, args.qk_layernorm) == ("qwen3", "qwen3", True)
+    assert values["initializer_range"] == 0.5
+    with pytest.raises(ValueError, match="not that of a qwen3: it was trained with --num-layers 2"):
+        architecture(num_hidden_layers=3)
 
 
 def test_documents_may_be_longer_than_windows() -> None:

@@ -75,6 +75,50 @@ def both_angles(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[torch.Ten
     return results
 
 
+YARN = """
+    --position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 32
+    --yarn-original-max-position-embeddings 4096 --yarn-beta-fast 16 --yarn-beta-slow 2
+    --no-yarn-correction-range-round-to-int
+""".split()
+
+
+def test_angles_of_yarn(ranks) -> None:
+    """They come with a factor of sines and cosines, which attention applies."""
+    (ours, factor), (theirs, expected) = ranks.run(yarn_angles, world_size=1)[0]
+    assert ours.shape == (len(POSITIONS), 1, 1, HEAD_DIM)
+    assert torch.equal(ours, theirs)
+    assert factor == expected > 1
+
+
+def yarn_angles() -> tuple[tuple[torch.Tensor, float], tuple[torch.Tensor, float]]:
+    """Ours, and those of a `YarnRotaryEmbedding` made by hand, with their factors."""
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    from megatron_patches.model.gpt import build_model
+    from support import training
+
+    args = parse(["--seq-length", "128", "--num-layers", "1", "--distca", *YARN])
+    training.initialize(args)
+    transformer = core_transformer_config_from_args(args)
+    model = build_model(DistcaConfig.from_args(args), args, transformer)
+    model.rotary_pos_emb.positions = torch.tensor(POSITIONS)
+    reference = YarnRotaryEmbedding(
+        HEAD_DIM,
+        rotary_base=150000,
+        scaling_factor=32.0,
+        original_max_position_embeddings=4096,
+        beta_fast=16,
+        beta_slow=2,
+        correction_range_round_to_int=False,
+        use_cpu_initialization=True,
+    )
+    angles, factor = reference(max(POSITIONS) + 1)
+    layer = model.decoder.layers[0].self_attention
+    assert layer._yarn_concentration_factor == factor
+    return model.rotary_pos_emb(len(POSITIONS)), (angles[POSITIONS], factor)
+
+
 def test_interleaved_angles(ranks) -> None:
     ours, theirs = ranks.run(interleaved_angles, world_size=1)[0]
     assert torch.equal(ours, theirs)

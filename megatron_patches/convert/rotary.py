@@ -1,0 +1,120 @@
+"""Rotary embeddings of Hugging Face's configurations as flags of `pretrain_gpt.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Llama 3's scaling of rotary angles as megatron-core has it; only the factor can be chosen."""
+
+LATENT_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+"""YaRN with multi-latent attention as megatron-core has it, where no flag chooses these."""
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Returns a configuration's rotary embedding, with its base and type.
+
+    Raises:
+        ValueError: layers have several.
+    """
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if any(isinstance(each, dict) for each in rope.values()):
+        raise ValueError(f"rotary embeddings for each kind of layer are not converted: {rope}")
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+    rope.setdefault("rope_type", rope.get("type") or "default")
+    return rope
+
+
+def rotary_flags(config: Any) -> list[str]:
+    """Returns the flags of a rotary embedding of whole keys.
+
+    Raises:
+        ValueError: Megatron-LM has none for it.
+    """
+    rope = rope_parameters(config)
+    kind, words = rope["rope_type"], _base_flags(rope)
+    if (turned := rope.get("partial_rotary_factor", 1.0)) != 1:
+        words += ["--rotary-percent", str(turned)]
+    if kind == "default":
+        return words
+    if kind == "llama3":
+        if other := _others(rope, LLAMA3_ROPE):
+            raise ValueError(f"rotary scaling with {other} is not in megatron-core: {LLAMA3_ROPE}")
+        return [*words, "--use-rope-scaling", "--rope-scaling-factor", str(float(rope["factor"]))]
+    if kind == "yarn":
+        return _yarn_flags(rope, config.max_position_embeddings)
+    raise ValueError(f"rotary scaling of type {kind!r} is not converted, only llama3 and yarn")
+
+
+def latent_rotary_flags(config: Any) -> list[str]:
+    """Returns the flags of the rotary embedding of multi-latent attention.
+
+    Raises:
+        ValueError: Megatron-LM has none for it.
+    """
+    rope = rope_parameters(config)
+    words, kind = [*_base_flags(rope), "--rope-type"], rope["rope_type"]
+    if kind == "default":
+        return [*words, "rope"]
+    if kind != "yarn":
+        raise ValueError(
+            f"rotary scaling of type {kind!r} is not converted with multi-latent attention, only "
+            "yarn"
+        )
+    needed: list[Any] = [rope.get("factor"), rope.get("mscale"), rope.get("mscale_all_dim")]
+    if None in needed or rope.get("attention_factor") or _others(LATENT_YARN | rope, LATENT_YARN):
+        raise ValueError(
+            f"rotary scaling by yarn with {rope} is not in megatron-core, which has {LATENT_YARN} "
+            "and no attention_factor, and needs factor, mscale and mscale_all_dim"
+        )
+    factor, mscale, of_all = (str(float(each)) for each in needed)
+    words += ["yarn", "--rotary-scaling-factor", factor]
+    return [*words, "--mscale", mscale, "--mscale-all-dim", of_all]
+
+
+def _others(rope: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Returns values that are not as they must be."""
+    return {name: rope.get(name) for name, value in known.items() if rope.get(name) != value}
+
+
+def _yarn_flags(rope: dict[str, Any], positions: int) -> list[str]:
+    """Returns the flags of YaRN's scaling of rotary angles.
+
+    Raises:
+        ValueError: megatron-core has no such scaling.
+    """
+    if rope.get("attention_factor") or rope.get("partial_rotary_factor", 1.0) != 1:
+        raise ValueError(
+            f"rotary scaling by yarn with {rope} is not in megatron-core, which has neither "
+            "attention_factor nor partial_rotary_factor"
+        )
+    original = rope.get("original_max_position_embeddings") or positions
+    factor = rope.get("factor") or positions / original
+    words = _base_flags(rope)
+    words[words.index("rope")] = "yarn"
+    words += ["--rotary-scaling-factor", str(float(factor))]
+    words += ["--yarn-original-max-position-embeddings", str(original)]
+    words += ["--yarn-beta-fast", str(float(rope.get("beta_fast") or 32))]
+    words += ["--yarn-beta-slow", str(float(rope.get("beta_slow") or 1))]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        words += ["--mscale", str(float(rope["mscale"]))]
+        words += ["--mscale-all-dim", str(float(rope["mscale_all_dim"]))]
+    if not rope.get("truncate", True):
+        words.append("--no-yarn-correction-range-round-to-int")
+    return words
+
+
+def _base_flags(rope: dict[str, Any]) -> list[str]:
+    """Returns the flags of a rotary embedding's base.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    base = float(rope["rope_theta"])
+    if base != int(base):
+        raise ValueError(f"rope_theta {base} is no whole number, which --rotary-base must be")
+    return ["--position-embedding-type", "rope", "--rotary-base", str(int(base))]
