@@ -96,7 +96,7 @@ def test_one_environment_for_all_and_extras_on_top(checkout: Checkout) -> None:
     assert ".venv is ready" in output
     first = checkout.installed()
     assert first[1].startswith("torch==")
-    assert first[2:] == ["--editable .[megatron,plot,inference]"]
+    assert first[2:] == ["--editable .[megatron,plot,inference,convert]"]
     assert checkout.set_up() == ""
     folder = (checkout.folder / ".venv").resolve()
     assert "adding what is missing" in checkout.set_up("checks")
