@@ -47,12 +47,17 @@ def copy_in(tensors: Mapping[str, StoredTensor], model: Any, bridge: Any) -> Non
 def by_their_names(model: Any, bridge: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Gives a model's weights by transformers' names, as `copy_in` takes them.
 
+    Norms, which may be float32 on one process, have the bridge's type. So has all else but the
+    biases of experts' scores, which are float32.
+
     Args:
         model: whole model, on one process.
         bridge: bridge of the model, after `pad_vocabulary`.
     """
     for name, weight in _named_weights(model):
-        yield from zip(*bridge._weight_to_hf_format(name, weight.detach()), strict=True)
+        if not name.endswith(".expert_bias"):
+            weight = weight.detach().to(bridge.dtype)
+        yield from zip(*bridge._weight_to_hf_format(name, weight), strict=True)
 
 
 def _named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

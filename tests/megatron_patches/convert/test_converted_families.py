@@ -81,6 +81,32 @@ def test_logits_and_the_way_back(process, tmp_path: Path, case: str) -> None:
         assert (tmp_path / "back" / name).read_bytes() == content
 
 
+def back_and_forth(folder: Path, work: Path) -> None:
+    """Converts a model and its checkpoint with the default type of weights."""
+    convert(folder, "--to", work / "checkpoint")
+    convert("--checkpoint", work / "checkpoint", "--to", work / "back", "--check", "5,3,300,17")
+
+
+def test_bfloat16(process, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_family("deepseek_v3", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = {
+        # As the published model has it.
+        name: each if name.endswith("e_score_correction_bias") else each.bfloat16()
+        for name, each in load_file(path).items()
+    }
+    save_file(weights, path, {"format": "pt"})
+    process.submit(back_and_forth, tmp_path / "model", tmp_path).result(timeout=200)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert {name: each.dtype for name, each in back.items()} == {
+        name: each.dtype for name, each in weights.items()
+    }
+    assert [name for name in weights if not torch.equal(back[name], weights[name])] == []
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def flags_as_arguments(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """What pretrain_gpt.py takes from the flags of a model with this `config.json`."""
     from distca.checkpoints.weights import Checkpoint
