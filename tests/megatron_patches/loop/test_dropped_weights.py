@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from support.forks import forking
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 "
@@ -50,7 +51,7 @@ def test_weights_that_only_one_has(
     tmp_path: Path, saved: list[str], wanted: list[str], message: str
 ) -> None:
     """A process of its own, since saving starts children, which `ranks` may not have."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, forking()) as pool:
         found = pool.submit(loaded, tmp_path, saved, wanted).result(timeout=600)
     assert message in found
     assert bool(message) == bool(found)
