@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +14,7 @@ import torch
 
 from support.broken_checkpoints import break_checkpoint
 from support.converted import add_tokenizer, converted_logits
+from support.forks import forking
 from support.ranks import forget_megatron
 from support.small_models import VOCABULARY, save_multimodal_model, save_small_model
 
@@ -24,7 +24,7 @@ TOKENS = list(range(3, 43))
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """A fresh process for the command: saving starts children, which `ranks` may not have."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, forking()) as pool:
         yield pool
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from support.converted import add_tokenizer, convert, converted_logits
-from support.forks import ROOT
+from support.forks import ROOT, forking
 from support.small_families import CONFIGS, LLAMA3, save_family, small_config
 
 PAGE = ROOT / "docs" / "converting.md"
@@ -24,7 +23,7 @@ PAGE = ROOT / "docs" / "converting.md"
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """A fresh process for the commands: saving starts children, which `ranks` may not have."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, forking()) as pool:
         yield pool
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from megatron_patches.convert.to_hugging_face import llama_config, to_hugging_fa
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from megatron_patches.loop.saved_arguments import saved_arguments
 from support.converted import convert
+from support.forks import forking
 from support.ranks import forget_megatron
 from support.small_families import small_config
 
@@ -85,7 +85,7 @@ def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """A fresh process for the commands: saving starts children, which `ranks` may not have."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, forking()) as pool:
         yield pool
 
 
