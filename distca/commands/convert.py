@@ -111,4 +111,5 @@ def main(argv: list[str]) -> int:
         raise ImportError(f"converting needs `{install('convert')}`")
     command = [sys.executable, "-m", "megatron_patches.convert", *argv]
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=hidden, check=False).returncode
+    # In a group of its own it gets no signals from the terminal, and ends with this process.
+    return subprocess.run(command, env=hidden, check=False, process_group=0).returncode

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from distca.commands.convert import build_parser, check_arguments
+from distca.lifetime import end_with_parent
 from distca.progress import progress
 from distca.wording import install
 from megatron_patches.mcore_fixes import leave_out_messages_of_a_run, leave_out_warnings_of_calls
@@ -80,4 +81,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))
