@@ -118,7 +118,8 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the ranks that commands start on CPUs be forks, since their imports take seconds."""
     from support.forks import start_process
 
-    monkeypatch.setattr("distca.inference.rank_processes.start_process", start_process)
+    for module in ("distca.inference.rank_processes", "distca.commands.verify.ranks"):
+        monkeypatch.setattr(f"{module}.start_process", start_process)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from support.ranks import Ranks
 CHEAP = "environment links kernels transports answers overlap costs memory serving".split()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_cpus_that_work_end_with_0(tmp_path: Path, capsys) -> None:
     """Two processes, which the command starts."""
     assert main(["verify", "--stages", *CHEAP, "--output", str(tmp_path)]) == 0
