@@ -55,6 +55,8 @@ _FIRST_LEASE = 2.0
 """Lease until the ranks have told theirs: it is said a few times in it who is there."""
 _HELPED = 0.005
 """Seconds after which the thread looks for what ranks write while prompts are under way."""
+_LINGER = 1000
+"""Milliseconds for which what was said before the end is still sent."""
 _LOOKED = 0.001
 """Seconds after which whoever waits looks for it."""
 
@@ -247,7 +249,8 @@ class PrefillClient:
         self._closed.set()
         self._wake.set()
         self._thread.join()
-        self._front.close(linger=0)
+        # What was said last may still be on its way: that a prompt has ended frees its blocks.
+        self._front.close(linger=_LINGER)
         self._inbox.close()
         self._end_landing()
 

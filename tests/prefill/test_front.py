@@ -27,7 +27,7 @@ from distca.prefill.messages import (
     Welcome,
 )
 from distca.schedule.serving.cdsp.handoff import Transfer
-from support.prefills import in_background
+from support.prefills import free_address, in_background
 
 FACTS = {"dtype": "float32"}
 
@@ -273,3 +273,16 @@ def test_a_prompt_begins_once_all_processes_of_its_engine_ask() -> None:
     assert failures == ["given up by the prefill side"]
     for each in (*clients, front):
         each.close()
+
+
+def test_what_an_engine_said_before_it_closed_arrives() -> None:
+    address = free_address()
+    # Nobody listens yet, so its greeting waits.
+    client = PrefillClient(address, Hello(FACTS, "engine"), 4, torch.float32, lambda *_: None)
+    assert not client.connect(0.1)
+    client.close()
+    with zmq.Context.instance().socket(zmq.ROUTER) as front:
+        front.bind(address)
+        assert front.poll(5000)
+        _, frame = front.recv_multipart()
+    assert decoder(Hello).decode(frame).facts == FACTS
