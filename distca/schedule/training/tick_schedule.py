@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.plan.span import Bools, Int64s
 from distca.schedule.program import Pass
 
 _MOST_STATES = 64
@@ -313,30 +314,88 @@ class _Order:
     def fewest_ticks(self, bound: int) -> tuple[Tick, ...]:
         """Returns the shortest schedule with at most `bound` passes in flight.
 
-        Only the first stage is bounded: it has most in flight, being first in and last out.
+        Only the first stage is bounded: it has most in flight, being first in and last out. The
+        states after each number of ticks are searched together, as rows of a table.
         """
-        states = [self._start()]
+        done = np.zeros((1, 2, self._stages), dtype=np.int64)
+        # For each number of ticks: the state that each one came from, and whether by a forward one.
+        steps: list[tuple[Int64s, Bools]] = []
         while True:
-            following = []
-            for state in states:
-                for after in (self._forward_tick(state, bound), self._backward_tick(state)):
-                    if after is not None:
-                        if self._done(after):
-                            return _ticks(after)
-                        following.append(after)
-            states = _not_behind(following)
+            able = np.stack([self._able_forward(done, bound), self._able_backward(done)], axis=1)
+            # Each state's forward tick, then its backward tick.
+            origin = np.repeat(np.arange(len(done)), 2)
+            forward = np.tile([True, False], len(done))
+            after = done[origin]
+            after[forward, 0] += able[:, 0]
+            after[~forward, 1] += able[:, 1]
+            there = able.any(axis=2).reshape(-1)
+            after, origin, forward = after[there], origin[there], forward[there]
+            ended = np.flatnonzero(after[:, 1].min(axis=1) == len(self._forward))
+            if len(ended):
+                last = int(ended[0])
+                steps.append((origin, forward))
+                break
+            kept = _not_behind(after.reshape(len(after), -1))
+            done = after[kept]
+            steps.append((origin[kept], forward[kept]))
+        directions: list[bool] = []
+        for origin, forward in reversed(steps):
+            directions.append(bool(forward[last]))
+            last = int(origin[last])
+        state = self._start()
+        for is_forward in reversed(directions):
+            following = (
+                self._forward_tick(state, bound) if is_forward else self._backward_tick(state)
+            )
+            assert following is not None
+            state = following
+        return _ticks(state)
+
+    def _able_forward(self, done: Int64s, bound: int) -> Bools:
+        """Which stages can do their next forward pass in each state, `[states, stages]`.
+
+        Args:
+            done: passes that each stage has done, forward and backward, `[states, 2, stages]`.
+            bound: most passes of the first stage in flight.
+        """
+        forward, backward = done[:, 0], done[:, 1]
+        able = np.zeros(forward.shape, dtype=bool)
+        able[:, 1:] = forward[:, 1:] < forward[:, :-1]
+        # One that has done all waits for ever.
+        waits = np.array([*self._chunk_before, len(self._forward) + 1])
+        able[:, 0] = forward[:, -1] >= waits[forward[:, 0]]
+        able[:, 0] &= forward[:, 0] - backward[:, 0] < bound
+        return able
+
+    def _able_backward(self, done: Int64s) -> Bools:
+        """Which stages can do their next backward pass in each state, `[states, stages]`."""
+        forward, backward = done[:, 0], done[:, 1]
+        able = np.zeros(backward.shape, dtype=bool)
+        able[:, :-1] = backward[:, :-1] < backward[:, 1:]
+        never = len(self._backward) + 1
+        after, own = (np.array([*each, never]) for each in (self._chunk_after, self._own_forward))
+        last = backward[:, -1]
+        able[:, -1] = (backward[:, 0] >= after[last]) & (forward[:, -1] >= own[last])
+        return able
 
 
-def _not_behind(states: Sequence[_State]) -> list[_State]:
-    """Drops states that another is ahead of, or level with, in all stages and both passes."""
-    table = np.array([np.concatenate([s.forward, s.backward]) for s in states])
-    table, first = np.unique(table, axis=0, return_index=True)
+def _not_behind(table: Int64s) -> Int64s:
+    """Returns the numbers of the states that no other is ahead of, or level with, in all stages and
+    both passes.
+
+    Args:
+        table: passes that each stage of each state has done, `[states, 2 * stages]`.
+    """
+    first = np.lexsort(table.T[::-1])
+    differs = np.any(np.diff(table[first], axis=0), axis=1)
+    first = first[np.concatenate([[True], differs])]
+    table = table[first]
     # All states differ now, and each is level with itself.
-    ahead = (table[:, None] <= table[None]).all(axis=2).sum(axis=1)
+    ahead = np.logical_and.reduce([of[:, None] <= of for of in table.T]).sum(axis=1)
     kept = np.flatnonzero(ahead == 1)
     if len(kept) > _MOST_STATES:
         kept = kept[np.argsort(-table[kept].sum(axis=1), kind="stable")[:_MOST_STATES]]
-    return [states[first[n]] for n in kept]
+    return first[kept]  # type: ignore[no-any-return]
 
 
 def _ticks(state: _State) -> tuple[Tick, ...]:
