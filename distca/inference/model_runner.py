@@ -23,6 +23,7 @@ from distca.inference.finite import Outputs, first_of_all_ranks
 from distca.inference.messages import Moved
 from distca.inference.models import ServedModel
 from distca.inference.runnable import LayerAttention
+from distca.inference.sampling import NO_LOGITS, NextLogits
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
@@ -162,7 +163,7 @@ class ModelRunner:
         plan: BatchPlan,
         tokens: Mapping[int, Sequence[int]],
         scoring: Mapping[int, OnLogits] = MappingProxyType({}),
-    ) -> dict[int, torch.Tensor]:
+    ) -> NextLogits:
         """Runs an iteration on the blocks that sequences have been given. Ranks that are no members
         may be left out.
 
@@ -190,7 +191,7 @@ class ModelRunner:
         batch: Batch,
         tokens: Mapping[int, Sequence[int]],
         scoring: Mapping[int, OnLogits] = MappingProxyType({}),
-    ) -> dict[int, torch.Tensor]:
+    ) -> NextLogits:
         """Runs a batch. Collective.
 
         Args:
@@ -208,7 +209,7 @@ class ModelRunner:
             # Models do not run without tokens.
             for layer in range(len(self._served.windows)):
                 self._serve(run, layer)
-            return {}
+            return NO_LOGITS
         last, scored = run.last(), {each: run.rows_of(each) for each in scoring}
         kept = np.concatenate([np.array([*last.values()], dtype=np.int64), *scored.values()])
         # In one copy.
@@ -224,12 +225,12 @@ class ModelRunner:
             logits = self._logits(batch, ids, positions, rows, run)
         assert run.layers_run == len(self._served.windows), "a layer did not ask for its attention"
         if not self._speaks:
-            return {}
+            return NO_LOGITS
         counts = [len(last), *map(len, scored.values())]
         first, *others = torch.split(logits.float(), counts)
         for each, found in zip(scored, others, strict=True):
             scoring[each](run.positions[scored[each]], found)
-        return dict(zip(last, first, strict=True))
+        return NextLogits(last, first)
 
     def _logits(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,20 +44,61 @@ def check_highest(highest: float) -> None:
         raise UnusableLogitsError(UNUSABLE[kind])
 
 
-def take_likeliest(logits: Sequence[torch.Tensor]) -> tuple[list[float], list[int]]:
+def take_likeliest(logits: torch.Tensor) -> tuple[list[float], list[int]]:
     """Returns the highest logit of each of some sequences, and its token: the first, of several.
 
     Args:
-        logits: logits of each, `[vocabulary]`.
+        logits: logits of each, `[sequences, vocabulary]`.
     """
     import torch
 
-    # One row needs no copy.
-    rows = logits[0][None] if len(logits) == 1 else torch.stack([*logits])
     # Both travel from a device together.
-    found = torch.stack([each.double() for each in rows.max(1)])
+    found = torch.stack([each.double() for each in logits.max(1)])
     highest, tokens = found.tolist()
     return highest, [int(token) for token in tokens]
+
+
+class NextLogits(Mapping[int, "torch.Tensor"]):
+    """Logits of the token that follows each of some sequences, by the sequences' numbers.
+
+    Args:
+        sequences: their numbers.
+        rows: logits, float32 `[sequences, vocabulary]`.
+    """
+
+    def __init__(self, sequences: Iterable[int], rows: torch.Tensor | None) -> None:
+        self._row = {sequence: row for row, sequence in enumerate(sequences)}
+        self._rows = rows
+
+    def __getitem__(self, sequence: int) -> torch.Tensor:
+        row = self._row[sequence]
+        assert self._rows is not None, "there are no sequences"
+        return self._rows[row]
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._row
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def together(self, sequences: Collection[int]) -> tuple[list[int], torch.Tensor]:
+        """Returns the logits of some sequences, at least one, `[sequences, vocabulary]`, and the
+        order in which they are; those of all without a copy."""
+        import torch
+
+        assert self._rows is not None, "there are no sequences"
+        order = [each for each in self._row if each in sequences]
+        if len(order) == len(self):
+            return order, self._rows
+        # Not by an index, which would be copied to a device.
+        return order, torch.stack([self[each] for each in order])
+
+
+NO_LOGITS = NextLogits((), None)
+"""Logits of no sequence."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +132,7 @@ class SamplingParams:
         import torch
 
         if self.temperature == 0:
-            (highest,), (token,) = take_likeliest([logits])
+            (highest,), (token,) = take_likeliest(logits[None])
             check_highest(highest)
             return token
         logits = logits.double().cpu()

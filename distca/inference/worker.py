@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -26,7 +26,9 @@ from distca.inference.messages import (
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import DTYPES, ServedModel, read_model
 from distca.inference.sampling import (
+    NO_LOGITS,
     NO_PENALTIES,
+    NextLogits,
     TokenLogprobs,
     UnusableLogitsError,
     check_highest,
@@ -143,7 +145,7 @@ class Worker:
         )
         self._sequences: dict[int, _Sequence] = {}
         self._next, self._ran = 0, False
-        self.logits: dict[int, torch.Tensor] = {}
+        self.logits = NO_LOGITS
 
     @property
     def room(self) -> int:
@@ -203,7 +205,7 @@ class Worker:
         """Takes in what an iteration changes, which must be the next, without a part in it."""
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
-        self._ran, self.logits = False, {}
+        self._ran, self.logits = False, NO_LOGITS
         self._model.move(iteration.moves)
         for number in iteration.drop:
             self._sequences.pop(number, None)
@@ -246,8 +248,8 @@ class Worker:
         for feed in iteration.feed:
             if feed.samples and feed.number in self.logits:
                 sequence = self._sequences[feed.number]
-                choices.append(Choice(sequence.admitted, sequence.tokens, self.logits[feed.number]))
-        chosen = choose_tokens(choices)
+                choices.append(Choice(sequence.admitted, sequence.tokens))
+        chosen = choose_tokens(choices, self.logits)
         chosen += [
             SampledToken(number, -1, None, each.failed)
             for number, each in scoring.items()
@@ -324,45 +326,46 @@ class Choice(NamedTuple):
     Attributes:
         admitted: what the sequence was admitted with.
         tokens: prompt, and the answer so far.
-        logits: logits of the next token, float32 `[vocabulary]`.
     """
 
     admitted: NewRequest
     tokens: Sequence[int]
-    logits: torch.Tensor
 
     @property
     def is_likeliest(self) -> bool:
         """Whether the unchanged logits decide, and no log-probabilities are asked for."""
         admitted = self.admitted
-        greedy = admitted.sampling.temperature == 0 and admitted.penalties == NO_PENALTIES
-        return greedy and admitted.logprobs is None
+        plain = admitted.logprobs is None and admitted.sampling.temperature == 0
+        # Most requests have the default itself, which need not be compared.
+        return plain and (admitted.penalties is NO_PENALTIES or admitted.penalties == NO_PENALTIES)
 
 
-def choose_tokens(choices: Sequence[Choice]) -> list[SampledToken]:
+def choose_tokens(choices: Sequence[Choice], logits: NextLogits) -> list[SampledToken]:
     """Chooses the token that follows each sequence; says why none can be chosen, if so."""
-    likeliest = [each for each in choices if each.is_likeliest]
-    found = dict(zip([id(each) for each in likeliest], _likeliest(likeliest), strict=True))
-    return [found.get(id(each)) or _choose(each) for each in choices]
+    found = _likeliest({each.admitted.number for each in choices if each.is_likeliest}, logits)
+    return [
+        found.get(each.admitted.number) or _choose(each, logits[each.admitted.number])
+        for each in choices
+    ]
 
 
-def _likeliest(choices: Sequence[Choice]) -> list[SampledToken]:
-    """Takes the likeliest tokens of all sequences at once."""
-    if not choices:
-        return []
-    highest, tokens = take_likeliest([each.logits for each in choices])
-    found = []
-    for each, high, token in zip(choices, highest, tokens, strict=True):
+def _likeliest(numbers: Collection[int], logits: NextLogits) -> dict[int, SampledToken]:
+    """Takes the likeliest tokens of some sequences at once; returns them by sequence."""
+    if not numbers:
+        return {}
+    order, rows = logits.together(numbers)
+    found = {}
+    for number, high, token in zip(order, *take_likeliest(rows), strict=True):
         try:
             check_highest(high)
-            found.append(SampledToken(each.admitted.number, token, None))
+            found[number] = SampledToken(number, token, None)
         except UnusableLogitsError as error:
-            found.append(SampledToken(each.admitted.number, -1, None, str(error)))
+            found[number] = SampledToken(number, -1, None, str(error))
     return found
 
 
-def _choose(choice: Choice) -> SampledToken:
-    admitted, tokens, logits = choice.admitted, choice.tokens, choice.logits
+def _choose(choice: Choice, logits: torch.Tensor) -> SampledToken:
+    admitted, tokens = choice.admitted, choice.tokens
     prompt, answer = tokens[: admitted.prompt], tokens[admitted.prompt :]
     changed = admitted.penalties.apply(logits, prompt, answer)
     try:

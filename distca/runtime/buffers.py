@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from distca.cost.memory import HEADROOM, CoreAttentionMemory
-from distca.runtime.exchange import Exchange
+from distca.runtime.exchange import Exchange, map_indices
 from distca.runtime.row_choice import select_row_kernels
 from distca.runtime.row_kernels import RowKernels
 from distca.runtime.workspace import Workspace
@@ -82,7 +82,7 @@ class Buffers:
             indices.append(index)
             return index
 
-        exchange.map_indices(collect)
+        map_indices(exchange, collect)
         # Each begins at a multiple of 16 bytes, as fused kernels are compiled for.
         padded = [each for index in indices for each in (index, _PADDING[: len(index) % 2])]
         place = self.indices.take((sum(map(len, padded)),), torch.int64)

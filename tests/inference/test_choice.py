@@ -6,7 +6,7 @@ import torch
 
 from distca.inference import worker
 from distca.inference.messages import NewRequest
-from distca.inference.sampling import Penalties, SamplingParams
+from distca.inference.sampling import NextLogits, Penalties, SamplingParams
 from distca.inference.worker import Choice, choose_tokens
 
 
@@ -16,13 +16,13 @@ def choice_of(
     sampling: SamplingParams = SamplingParams(),  # noqa: B008
     penalties: Penalties = Penalties(),  # noqa: B008
     logprobs: int | None = None,
-) -> Choice:
+) -> tuple[Choice, list[float]]:
     tokens = [1, 2, 0]
     admitted = NewRequest(number, 0, tokens, 2, sampling, penalties, logprobs)
-    return Choice(admitted, tokens, torch.tensor(logits))
+    return Choice(admitted, tokens), logits
 
 
-CHOICES = [
+CASES = [
     choice_of(3, [0.0, 2.0, 1.0]),
     choice_of(1, [0.0, torch.nan, 1.0]),
     # The answer has token 0.
@@ -34,10 +34,13 @@ CHOICES = [
     choice_of(9, [-torch.inf] * 3),
     choice_of(0, [-torch.inf, -1.0, -2.0]),
 ]
+CHOICES = [choice for choice, _ in CASES]
+NUMBERS = [each.admitted.number for each in CHOICES]
+LOGITS = NextLogits(NUMBERS, torch.tensor([logits for _, logits in CASES]))
 
 
 def test_all_together_and_each_alone() -> None:
-    found = choose_tokens(CHOICES)
+    found = choose_tokens(CHOICES, LOGITS)
     assert [each.number for each in found] == [3, 1, 4, 5, 7, 8, 9, 0]
     assert [each.token for each in found if each.number != 5] == [1, -1, 1, 0, 2, -1, 1]
     failed = {each.number: each.failed for each in found if each.failed is not None}
@@ -46,8 +49,17 @@ def test_all_together_and_each_alone() -> None:
     assert "all minus infinity" in failed[9]
     assert [each.number for each in found if each.logprobs is not None] == [8]
     for together, each in zip(found, CHOICES, strict=True):
-        assert choose_tokens([each]) == [together]
-    assert choose_tokens([]) == []
+        assert choose_tokens([each], LOGITS) == [together]
+    assert choose_tokens([], LOGITS) == []
+
+
+def test_logits_of_all_are_not_copied() -> None:
+    order, rows = LOGITS.together(NUMBERS)
+    assert order == NUMBERS
+    assert rows.data_ptr() == LOGITS[NUMBERS[0]].data_ptr()
+    order, rows = LOGITS.together({4, 3})
+    assert order == [3, 4]
+    assert torch.equal(rows, torch.stack([LOGITS[3], LOGITS[4]]))
 
 
 def test_the_likeliest_are_taken_in_one_go(monkeypatch) -> None:
@@ -56,5 +68,5 @@ def test_the_likeliest_are_taken_in_one_go(monkeypatch) -> None:
     monkeypatch.setattr(
         worker, "take_likeliest", lambda rows: calls.append(len(rows)) or take(rows)
     )
-    choose_tokens(CHOICES)
+    choose_tokens(CHOICES, LOGITS)
     assert calls == [5]

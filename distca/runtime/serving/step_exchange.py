@@ -310,7 +310,10 @@ def _sequences(
             continue
         q = queries.of(q_start[of_span[:1]], q_end[of_span[:1]])
         full = keys.of(kv_start[of_span], square[of_span])
-        by_place = [full[full < local_keys], full[full >= local_keys]]
+        by_place = [full, full]
+        if len(full):
+            arrived = full >= local_keys
+            by_place = [full[~arrived], full[arrived]]
         for task in of_span[tasks.ends_on_diagonal[of_span]]:
             rows = keys.of(square[[task]], kv_end[[task]])
             arrived = rows >= local_keys

@@ -219,7 +219,7 @@ class Scheduler:
             if not count:
                 number += 1
                 continue
-            if not preempted:
+            if not preempted and self._limits.servers:
                 count = self._make_room(each, count, moves)
             while not self._has_blocks(each, count):
                 victim = self._victim(number)
@@ -242,7 +242,7 @@ class Scheduler:
             if each.scored:
                 count = min(count, scored)
                 scored -= count
-            if count:
+            if count and self._limits.servers:
                 count = self._make_room(each, count, moves)
             # Nobody takes the blocks of a prompt that is held, so it must have all that it needs.
             most = len(each.tokens) - each.computed if each.holds else count
@@ -426,8 +426,6 @@ class Scheduler:
             Tokens that it can be fed, at most `count`, and at least 1, for which others may have to
             give up their blocks.
         """
-        if not self._limits.servers:
-            return count
         missing = self._blocks_missing(each, count) - self._available()
         if missing <= 0:
             return count
@@ -442,7 +440,10 @@ class Scheduler:
     def _add_blocks(self, each: Request, count: int) -> None:
         """Adds blocks, on the ranks that should own them or, where these are full, on others."""
         missing = self._blocks_missing(each, count)
-        for rank in self._owners.of_new_blocks(each, count, missing) if missing else ():
+        if not missing:
+            # As for most decoded tokens.
+            return
+        for rank in self._owners.of_new_blocks(each, count, missing):
             if not self._cache.available(rank):
                 rank = max(self._computing, key=self._cache.available)
             each.blocks.append(self._cache.take(rank))
