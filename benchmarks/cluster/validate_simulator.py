@@ -51,7 +51,6 @@ from benchmarks.arguments import Parser
 from benchmarks.cluster.this_machine import beside_busy_processes, describe_machine
 from benchmarks.training.run import parsed
 from benchmarks.training.setting import (
-    LONG_TAIL,
     MODES,
     PLAIN,
     SHORT,
@@ -75,7 +74,7 @@ from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import linear_work, schedule_config
 
 SCHEDULERS = ("packed", "per-document-cp", "greedy", "tiles")
-MIXES = (LONG_TAIL, "pretrain", "lognormal", "fixed")
+MIXES = ("long-tail", "pretrain", "lognormal", "fixed")
 TIE, SAME = 0.02, 0.005
 """Relative differences below which measured medians are not told apart, and below which predictions
 are a tie."""

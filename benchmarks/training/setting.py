@@ -11,12 +11,11 @@ import numpy as np
 from benchmarks.lengths_only import VOCABULARY
 from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan import Mask
-from distca.plan.span import Int64s
+from distca.plan.span import Int64s, distinct
 
 MODES = ("ping-pong", "whole")
 PLAIN, SHORT, APART = "plain", "documents of one block", ", stages apart"
-LONG_TAIL = "long-tail"
-MIXES = (LONG_TAIL, *DISTRIBUTIONS)
+MIXES = tuple(DISTRIBUTIONS)
 _SCALE = 65_536
 
 
@@ -138,29 +137,23 @@ def document_lengths(setting: Setting, mix: str, ranks_of_longest: int = 1) -> l
     """Draws lengths of documents that fill all batches.
 
     The mixes are the distributions of `distca/documents/lengths.py`, scaled so that 65,536 of their
-    tokens are a rank's, and "long-tail": lognormal around a 16th of a rank's tokens with sigma 2.
+    tokens are a rank's. Documents follow each other as in Megatron's packed sequences: one that is
+    cut goes on in the next sequence, as a document of its own.
 
     Args:
         setting: sizes, and the seed.
         mix: name of the mix.
-        ranks_of_longest: number of ranks after whose tokens a document is cut; it divides the
-            number of all ranks.
+        ranks_of_longest: number of ranks whose tokens make a sequence; it divides the number of all
+            ranks.
     """
     ranks = setting.batches * setting.micro_batches * setting.data_parallel_size
-    if mix == LONG_TAIL:
-        generator = np.random.default_rng(setting.seed)
-        count = ranks * setting.seq_length
-        drawn = np.exp(generator.normal(np.log(setting.seq_length / 16), 2.0, size=count))
-    else:
-        total = ranks * _SCALE
-        drawn = draw(DISTRIBUTIONS[mix], total, setting.seed) * setting.seq_length / _SCALE
-    drawn_lengths = iter(np.maximum(drawn, 1).astype(np.int64).tolist())
-    lengths = []
-    for _ in range(ranks // ranks_of_longest):
-        left = setting.seq_length * ranks_of_longest
-        while left:
-            lengths.append(min(next(drawn_lengths, left), left))
-            left -= lengths[-1]
+    ends = np.cumsum(draw(DISTRIBUTIONS[mix], ranks * _SCALE, setting.seed))
+    # Ends are scaled, not lengths, so that the sum is exact.
+    ends = ends * setting.seq_length // _SCALE
+    sequence = ranks_of_longest * setting.seq_length
+    cuts = np.arange(sequence, ranks * setting.seq_length + 1, sequence)
+    found = np.diff(distinct(np.concatenate([ends, cuts])), prepend=0)
+    lengths: list[int] = found[found > 0].tolist()
     return lengths
 
 

@@ -16,6 +16,7 @@ The named distributions, with the data that they imitate:
   lognormal part with median 1,300 and sigma 1.1, the rest log-uniform from 32,768 to 340,000
   (ProLong's published lengths: median 1,913, 99th percentile 16,262, longest 340,149).
 * **lognormal**: median 4,096, sigma 1.5, at most 131,072.
+* **long-tail**: the same with sigma 2.
 * **zipf**: a length `n` has a probability in proportion to `n ** -1.5`, from 256 to 131,072.
 * **fixed**: all 8,192.
 
@@ -167,6 +168,7 @@ DISTRIBUTIONS: dict[str, LengthDistribution] = {
     "pretrain": Upsampled(Mixture(Uniform(1, 6400), Zipf(1.0, 8192, 131072), 0.022), 10_000, 0.1),
     "prolong": Mixture(Lognormal(1300, 1.1, 340_000, 575), Zipf(1.0, 32768, 340_000), 0.0005),
     "lognormal": Lognormal(4096, 1.5, 131_072),
+    "long-tail": Lognormal(4096, 2.0, 131_072),
     "zipf": Zipf(1.5, 256, 131_072),
     "fixed": Fixed(8192),
 }

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.kernels.layer import idle_share
 from benchmarks.training.run import steps_lengths
 from benchmarks.training.setting import (
-    LONG_TAIL,
     PLAIN,
     SHORT,
     Setting,
@@ -32,6 +31,7 @@ from benchmarks.training.summary import Step, summarize
 from benchmarks.training.throughput import build_parser, setting_of, table
 from distca.attention.reference import document_visibility
 from distca.cost.model_sizes import ModelSize
+from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan import Mask
 from distca.simulate import peak_tflops
 
@@ -203,10 +203,22 @@ def test_throughput_refuses(flags, message) -> None:
 def test_steps_of_a_mix_follow_each_other() -> None:
     """One that warms up, each batch in all rounds, one for the memory: of one stream."""
     setting = setting_from("--seq-length", "512", "--batches", "2", "--rounds", "3")
-    lengths = np.array(document_lengths(setting, LONG_TAIL))
+    lengths = np.array(document_lengths(setting, "long-tail"))
     first, second = np.split(lengths, [np.searchsorted(np.cumsum(lengths), setting.tokens) + 1])
     expected = np.concatenate([first, *[first] * 3, *[second] * 3, first])
-    assert steps_lengths(setting, LONG_TAIL) == expected.tolist()
+    assert steps_lengths(setting, "long-tail") == expected.tolist()
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+@pytest.mark.parametrize("ranks_of_longest", [1, 4])
+def test_mixes_are_what_was_drawn(mix: str, ranks_of_longest: int) -> None:
+    """Documents end where drawn ones do, in scale, or where sequences end: none is left out."""
+    setting = setting_from("--seq-length", "512", "--batches", "16", "--rounds", "1")
+    ranks = setting.batches * setting.micro_batches * setting.data_parallel_size
+    drawn = np.cumsum(draw(DISTRIBUTIONS[mix], ranks * 65536, setting.seed)) * 512 // 65536
+    found = np.cumsum(document_lengths(setting, mix, ranks_of_longest)).tolist()
+    cuts = range(512 * ranks_of_longest, 512 * ranks + 1, 512 * ranks_of_longest)
+    assert found == sorted({*drawn.tolist(), *cuts} - {0})
 
 
 def test_the_peak_is_known_of_some_gpus() -> None:

@@ -52,6 +52,9 @@ def test_the_named_distributions_are_what_they_say() -> None:
     # A standard deviation above: 4096 * e ** 1.5.
     assert np.quantile(lognormal, 0.8413) == pytest.approx(18_357, rel=0.02)
     assert lognormal.max() == 131_072
+    long_tail = DISTRIBUTIONS["long-tail"].sample(generator, 400_000)
+    assert np.median(long_tail) == pytest.approx(4096, rel=0.02)
+    assert np.quantile(long_tail, 0.8413) == pytest.approx(4096 * np.e**2, rel=0.02)
     zipf = DISTRIBUTIONS["zipf"].sample(generator, 400_000)
     assert (zipf.min(), zipf.max() <= 131_072) == (256, True)
     # (1024 ** -0.5 - 131072 ** -0.5) / (256 ** -0.5 - 131072 ** -0.5)
