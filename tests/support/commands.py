@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from distca.commands.main import main
+
+_PROGRESS = re.compile(r"^distca [a-z ]+: \d+:\d\d, .*\n", re.MULTILINE)
+"""Lines of progress, which appear where work takes some seconds, as on a busy machine."""
 
 
 class Command:
@@ -30,17 +35,18 @@ class Command:
         return captured.out
 
     def refused(self, *arguments: str) -> str:
-        """The error that it prints, and nothing else."""
+        """The error that it prints, and nothing else but progress."""
         with pytest.raises(SystemExit) as stopped:
             main([self._name, *arguments])
         assert stopped.value.code == 2
         captured = self._capsys.readouterr()
         assert captured.out == ""
-        return captured.err
+        return _PROGRESS.sub("", captured.err)
 
     def failed(self, *arguments: str) -> str:
-        """The error that it prints after its work has begun, and nothing else."""
+        """The error that it prints after its work has begun, and nothing else but
+        progress."""
         assert main([self._name, *arguments]) == 2
         captured = self._capsys.readouterr()
         assert captured.out == ""
-        return captured.err
+        return _PROGRESS.sub("", captured.err)
