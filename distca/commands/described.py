@@ -101,7 +101,7 @@ def add_cluster_flags(parser: Parser) -> Group:
 
 def add_charge_flags(parser: Parser) -> None:
     """Adds the charges of `cluster_of`."""
-    charges = parser.add_argument_group("charges (on all systems alike; see distca.simulate)")
+    charges = parser.add_argument_group("charges (the same for all systems; see distca.simulate)")
     charges.add_argument(
         "--baseline-ideal",
         action="store_true",

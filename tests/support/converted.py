@@ -10,7 +10,7 @@ from support.ranks import forget_megatron
 
 
 def add_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Writes a tokenizer of so many words."""
+    """Writes a tokenizer with a given number of words."""
     import tokenizers
 
     words = {"</s>": 0} | {f"w{i}": i for i in range(1, vocabulary)}

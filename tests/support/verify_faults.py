@@ -2,8 +2,8 @@
 
 `python -m support.verify_faults` puts in the faults of one GPU, one after the other in its own
 process, and writes what the command says of each to standard output, as JSON. With names of faults
-it does so with these alone, each in a fork of its process, of which the command's ranks are forks:
-they have the fault.
+it does so with these alone. Each then has a fork of its process, and the command's ranks are forks
+of that fork, so that they have the fault, too.
 """
 
 from __future__ import annotations
