@@ -98,7 +98,7 @@ class Decoding:
         self.blocks = count * ((setting.tokens + 2000) // setting.ranks // size + 3)
         windows = tuple(mask.window_left for mask in MASKS)
         config = EngineConfig(
-            ModelConfig("", "", windows, setting.tokens + 2000),
+            ModelConfig("", "", windows, setting.tokens + 2000, 1),
             SchedulerConfig(count, count * (setting.tokens + 1), setting.stripe, 0),
             ParallelConfig(setting.ranks, strategy="pass-q"),
             CacheConfig(size, None, prefix_caching=False),

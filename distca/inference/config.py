@@ -22,6 +22,7 @@ class ModelConfig:
         dtype: name of the dtype of weights, keys and values.
         windows: for each layer how many earlier tokens a query sees; None: all.
         positions: most tokens of a sequence.
+        vocab_size: tokens of the vocabulary.
         salt: what keys and values depend on beside tokens: the model.
         trust_remote_code: whether code of the model's folder may run.
     """
@@ -30,6 +31,7 @@ class ModelConfig:
     dtype: str
     windows: tuple[int | None, ...]
     positions: int
+    vocab_size: int
     salt: bytes = b""
     trust_remote_code: bool = False
 

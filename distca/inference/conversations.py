@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from distca.inference.finite import naming
 from distca.inference.llm import Completion, OnToken, RequestOutput
 from distca.inference.models import ServedModel
+from distca.inference.prompts import check_tokens
 from distca.inference.rank_processes import RankProcesses
 from distca.inference.sampling import SamplingParams
 
@@ -175,26 +176,6 @@ def _with_empty_answers(messages: Sequence[Message], turns: Sequence[int]) -> li
         if n in turns[:-1]:
             written.append({"role": "assistant", "content": ""})
     return written
-
-
-def check_tokens(model: ServedModel, ids: Sequence[int], max_tokens: int, what: str) -> None:
-    """Refuses tokens that the model cannot be fed.
-
-    Raises:
-        ValueError: there are none, or too many, or one is not in the vocabulary.
-    """
-    if not ids:
-        raise ValueError(f"{what} is empty: give at least one token")
-    outside = next((each for each in ids if not 0 <= each < model.vocab_size), None)
-    if outside is not None:
-        raise ValueError(
-            f"{what} has the token {outside}, but the vocabulary has {model.vocab_size:,} tokens"
-        )
-    if len(ids) + max_tokens > model.positions:
-        raise ValueError(
-            f"{what} has {len(ids):,} tokens, which with {max_tokens:,} new ones are more than the "
-            f"model's {model.positions:,} positions: shorten it, or lower --max-tokens"
-        )
 
 
 def read_prompt_ids(path: Path) -> list[list[int]]:

@@ -105,6 +105,7 @@ class Engine:
         Raises:
             ValueError: its keys and values could never be held.
         """
+        assert request.number not in self._requests, "a request has a number that no other has"
         sampling = request.sampling
         self.scheduler.add(
             request.number,

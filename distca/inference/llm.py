@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -26,6 +26,7 @@ from distca.inference.finite import NotFiniteError
 from distca.inference.messages import AddRequest, ModelOutput, Output, SampledToken
 from distca.inference.models import ServedModel
 from distca.inference.pool_size import check_stripe
+from distca.inference.prompts import check_tokens
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
 from distca.inference.transports import TransportName
 from distca.inference.worker import Worker
@@ -150,7 +151,7 @@ def configure(
     groups = head_groups(model.shape.heads, model.shape.kv_heads, ranks)
     dtype = str(model.dtype).removeprefix("torch.")
     return EngineConfig(
-        ModelConfig(model.path, dtype, model.windows, model.positions),
+        ModelConfig(model.path, dtype, model.windows, model.positions, model.vocab_size),
         limits,
         ParallelConfig(
             ranks, model.tensor_parallel_size, strategy, groups, split, transport, step_timeout
@@ -219,10 +220,11 @@ class LLM:
         Args:
             prompts: token ids of each, at least one.
             sampling: choice of tokens.
-            n: answers to each prompt, which is computed once for all of them.
+            n: answers to each prompt, which is computed once for all of them; at least 1.
             on_token: function that is told of each token, with `n` times the prompt's number plus
                 the answer's.
-            penalties: changes of logits, and fewest tokens of an answer.
+            penalties: changes of logits, and fewest tokens of an answer. Without `stops` of their
+                own they have those of `sampling`.
             logprobs: number of likeliest tokens whose log-probabilities each answer has, beside
                 those of its own tokens; None: it has none.
             prompt_logprobs: whether answers have log-probabilities of their prompts' tokens. The
@@ -232,9 +234,21 @@ class LLM:
             The prompts with their answers, in their order.
 
         Raises:
-            ValueError: a prompt's keys and values could never be held; nothing has run.
+            ValueError: the model cannot be fed a prompt (it is empty, too long with its answer, or
+                has a token outside of the vocabulary), its keys and values could never be held, or
+                a number is out of range; nothing has run.
             NotFiniteError: no token can be chosen for an answer, on any rank.
         """
+        if n < 1:
+            raise ValueError(f"{n} answers to each prompt: ask for at least 1")
+        if sampling.max_tokens < 1:
+            raise ValueError(f"{sampling.max_tokens} tokens of an answer: ask for at least 1")
+        if logprobs is not None and logprobs < 0:
+            raise ValueError(f"log-probabilities of {logprobs} tokens: ask for at least 0")
+        for number, prompt in enumerate(prompts):
+            check_tokens(self._config.model, prompt, sampling.max_tokens, f"prompt {number}")
+        if penalties.fewest and not penalties.stops:
+            penalties = replace(penalties, stops=sampling.stops)
         requests = []
         for number, prompt in enumerate(prompts):
             for choice in (*range(1, n), 0):
@@ -270,22 +284,24 @@ class LLM:
         Returns:
             Answers by the requests' numbers.
         """
+        try:
+            return self._answer(requests, on_token)
+        except BaseException:
+            # The next call uses the same numbers.
+            for request in requests:
+                self._engine.abort(request.number)
+            if self._engine.busy:
+                self._engine.finish({})
+            raise
+
+    def _answer(self, requests: Sequence[AddRequest], on_token: OnToken) -> dict[int, Completion]:
         begin = time.perf_counter()
         for request in requests:
-            try:
-                self._engine.add(request)
-            except ValueError:
-                self._abort(requests)
-                raise
+            self._engine.add(request)
         answers = {request.number: Completion() for request in requests}
         left = set(answers)
         while left:
-            try:
-                outputs = self._iterate(answers)
-            except NotFiniteError:
-                self._abort(requests)
-                raise
-            for output in outputs:
+            for output in self._iterate(answers):
                 answer = answers[output.number]
                 if not answer.token_ids:
                     answer.ttft_seconds = time.perf_counter() - begin
@@ -337,10 +353,6 @@ class LLM:
         while not outputs:
             outputs = self._iterate({0: Completion()})
         return time.process_time() - cpu, time.perf_counter() - wall
-
-    def _abort(self, requests: Sequence[AddRequest]) -> None:
-        for request in requests:
-            self._engine.abort(request.number)
 
     def _iterate(self, answers: Mapping[int, Completion]) -> list[Output]:
         """Runs an iteration; returns the tokens that it brought."""

@@ -109,10 +109,14 @@ class SamplingParams:
         max_tokens: most tokens of an answer.
         temperature: 0 takes the likeliest token.
         seed: seed of the choice: the same tokens whatever the ranks are.
-        stops: tokens that end an answer.
+        stops: tokens that end an answer; `ServedModel.stops` has the model's own. By default none
+            does.
         top_k: only so many of the likeliest tokens are drawn from; 0: all.
         top_p: only the likeliest tokens that have this probability together are drawn from.
         min_p: only tokens at least this likely, relative to the likeliest, are drawn from.
+
+    Raises:
+        ValueError: a number is out of range.
     """
 
     max_tokens: int = 64
@@ -122,6 +126,17 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, allowed, range_ in (
+            ("max_tokens", self.max_tokens >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 1, or 0 for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+        ):
+            if not allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number {range_}")
 
     def choose(self, logits: torch.Tensor, sequence: int, position: int) -> int:
         """Chooses a token by its logits `[vocabulary]`.

@@ -40,7 +40,7 @@ from distca.inference.transports import make_transport
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
-from distca.schedule.serving.limits import is_long
+from distca.schedule.serving.limits import has_long_prompt
 
 
 @dataclass
@@ -305,7 +305,7 @@ class Worker:
         parts, limits = [], self._settings.scheduler
         for feed in iteration.feed:
             sequence = self._sequences[feed.number]
-            dense = not is_long(sequence.admitted.prompt, limits)
+            dense = not has_long_prompt(sequence.admitted.prompt, limits)
             parts.append(BatchEntry(feed.number, feed.start, feed.count, sequence.ranks, dense))
         return parts
 

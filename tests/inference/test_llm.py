@@ -80,7 +80,7 @@ def test_a_later_prompt_finds_the_blocks_of_an_earlier_one(tmp_path: Path) -> No
         assert told == [(0, token) for token in again.outputs[0].token_ids]
         # The last token of the prompt, which is not of a full block, and those of the answer.
         assert llm.engine.counts.computed - computed == 1 + 2
-        with pytest.raises(ValueError, match="need more than the"):
+        with pytest.raises(ValueError, match="more than the model's"):
             llm.generate([prompt, [1] * 10_000_000], sampling)
         assert llm.engine.scheduler.waiting == llm.engine.scheduler.running == 0
     finally:
@@ -121,5 +121,90 @@ def test_log_probabilities_and_penalties(tmp_path: Path) -> None:
         (other,) = llm.generate([prompt], SamplingParams(max_tokens=5), penalties=without)
         assert banned not in other.outputs[0].token_ids
         assert not other.outputs[0].logprobs
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class _StoppedError(Exception):
+    """What a program's own function raises."""
+
+
+def test_a_call_that_fails_leaves_nothing_for_the_next(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    prompts, sampling = [[1, 2, 3, 4, 5], [6, 7]], SamplingParams(max_tokens=4)
+
+    def stops(number: int, token: int) -> None:
+        raise _StoppedError
+
+    try:
+        llm = LLM(configure(model, block_size=4))
+        wanted = [each.outputs[0].token_ids for each in llm.generate(prompts, sampling)]
+        forward = llm._worker.run
+        for moment in ("told", "computing", "interrupted"):
+            error: type[BaseException] = _StoppedError
+            if moment == "told":
+                call = lambda: llm.generate([[9, 8, 7]], sampling, on_token=stops)  # noqa: E731
+            else:
+                error = RuntimeError if moment == "computing" else KeyboardInterrupt
+
+                def fails(batch: object, error: type[BaseException] = error) -> None:
+                    llm._worker.take_in(batch)  # type: ignore[arg-type]
+                    raise error
+
+                llm._worker.run = fails  # type: ignore[assignment, method-assign]
+                call = lambda: llm.generate([[9, 8, 7]], sampling)  # noqa: E731
+            with pytest.raises(error):
+                call()
+            llm._worker.run = forward  # type: ignore[method-assign]
+            found = [each.outputs[0].token_ids for each in llm.generate(prompts, sampling)]
+            assert found == wanted, moment
+            assert llm.engine.cache.referenced(0) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    few, most = SamplingParams(max_tokens=2), model.positions
+    try:
+        llm = LLM(configure(model, block_size=4))
+        for prompts, sampling, more, message in (
+            ([[1], []], few, {}, "prompt 1 is empty"),
+            ([[1, model.vocab_size]], few, {}, "prompt 0 has the token"),
+            ([[1, -1]], few, {}, "prompt 0 has the token -1"),
+            ([[1] * (most - 1)], few, {}, "more than the model's"),
+            ([[1]], SamplingParams(max_tokens=0), {}, "0 tokens of an answer"),
+            ([[1]], few, {"n": 0}, "0 answers"),
+            ([[1]], few, {"logprobs": -1}, "log-probabilities of -1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                llm.generate(prompts, sampling, **more)  # type: ignore[arg-type]
+        assert not llm.engine.counts.iterations
+        (answered,) = llm.generate([[1] * (most - 2)], few)
+        assert len(answered.outputs[0].token_ids) == 2
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0},
+     {"top_p": 1.5}, {"min_p": -0.1}, {"max_tokens": -1}],
+)  # fmt: skip
+def test_numbers_of_the_choice_are_checked(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} is "):
+        SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+def test_an_answer_has_its_fewest_tokens_before_it_may_stop(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    try:
+        llm = LLM(configure(model, block_size=4))
+        (free,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        stops = frozenset(free.outputs[0].token_ids)
+        sampling = SamplingParams(max_tokens=4, stops=stops)
+        (answered,) = llm.generate([[1, 2, 3]], sampling, penalties=Penalties(fewest=3))
+        assert len(answered.outputs[0].token_ids) >= 3
+        assert not stops & {*answered.outputs[0].token_ids[:3]}
     finally:
         torch.distributed.destroy_process_group()

@@ -11,7 +11,7 @@ from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.schedule.serving.limits import SchedulerConfig, is_long
+from distca.schedule.serving.limits import SchedulerConfig, has_long_prompt
 from distca.schedule.serving.scheduler import Scheduler
 from support.engines import changed
 from support.token_engine import token_settings
@@ -39,7 +39,13 @@ def test_sparse_prompts_share_blocks_with_sparse_ones_alone() -> None:
     lengths = [19, 30, 31, 18, 20]
     assert found(lengths, None) == [0, 28, 28, 16, 16]
     assert found(lengths, b"sparse") == [0, 0, 28, 16, 16]
-    assert [is_long(length, LIMITS) for length in lengths] == [False, True, True, False, True]
+    assert [has_long_prompt(length, LIMITS) for length in lengths] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert found([30, 19, 30], b"sparse") == [0, 0, 28]
 
 

@@ -187,7 +187,7 @@ def settings_of(
         sliced = read_model(path, torch.float32, changes["tensor_parallel_size"])
         changes["split"] = split_model(sliced, layout)
     settings = EngineConfig(
-        ModelConfig(path, "float32", model.windows, 96, b"salt"),
+        ModelConfig(path, "float32", model.windows, 96, model.vocab_size, b"salt"),
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=chunk, stripe=BLOCK, threshold=12),
         ParallelConfig(world_size, step_timeout=60.0),
         CacheConfig(BLOCK, 1 << 20),

@@ -41,7 +41,7 @@ def token_settings(
 ) -> EngineConfig:
     """Settings of an engine without a model; sequences of 12 tokens are long."""
     return EngineConfig(
-        ModelConfig("no model", "float32", (None,), positions, b"salt"),
+        ModelConfig("no model", "float32", (None,), positions, 1 << 20, b"salt"),
         SchedulerConfig(sequences, tokens, block_size, threshold=12),
         ParallelConfig(world_size),
         CacheConfig(block_size, 1 << 20, prefix_caching=caching),

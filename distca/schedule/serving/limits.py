@@ -53,9 +53,14 @@ class SchedulerConfig:
             )
 
 
-def is_long(prompt: int, limits: SchedulerConfig) -> bool:
-    """Returns whether a sequence is long, which the length of its prompt alone decides.
+def has_long_prompt(prompt: int, limits: SchedulerConfig) -> bool:
+    """Returns whether a prompt is long, so that its chunks may drop rows.
 
-    Chunks of long sequences may drop rows. A sequence stays short however long its answer becomes.
+    The sequence of a short prompt becomes long as its answer grows. Its later blocks then lie on
+    several ranks, but nothing is dropped of it.
+
+    Args:
+        prompt: tokens of the prompt.
+        limits: bounds and rules.
     """
     return prompt >= limits.threshold

@@ -11,9 +11,9 @@ until `abort` releases them, and it is admitted once there are blocks for all of
 
 The rank that owns a block computes its tokens. Blocks of a short sequence lie on one rank, its
 *home*, which computes it without any exchange. Of a long one, each chunk's blocks are shared out in
-zigzag, and decoded ones in stripes. With a chain a chunk is cut between blocks: each lies on one
-rank, where other sequences can find it. With groups that grow, a long sequence has ranks of its
-own, more from chunk to chunk.
+zigzag, and decoded ones in stripes. An answer may make a short sequence a long one. With a chain a
+chunk is cut between blocks: each lies on one rank, where other sequences can find it. With groups
+that grow, a long sequence has ranks of its own, more from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.blocks import PrefixCache, extend_digests
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.growing_groups import GroupGiver, grown
-from distca.schedule.serving.limits import SchedulerConfig, is_long
+from distca.schedule.serving.limits import SchedulerConfig, has_long_prompt
 from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import Request, SharedPrompt
@@ -449,7 +449,7 @@ class Scheduler:
             each.blocks.append(self._cache.take(rank))
 
     def _extend_digests(self, each: Request) -> None:
-        salt = self._sparse_salt if is_long(each.prompt, self._limits) else self._salt
+        salt = self._sparse_salt if has_long_prompt(each.prompt, self._limits) else self._salt
         salt += each.salt
         each.digests = extend_digests(each.digests, each.tokens, self._block_size, salt)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.iteration import BatchEntry
-from distca.schedule.serving.limits import SchedulerConfig, is_long
+from distca.schedule.serving.limits import SchedulerConfig, has_long_prompt
 from distca.schedule.serving.moves import BlockTransfer
 from distca.schedule.serving.scheduled import BlockRanks, SchedulerOutput, TokenUpdate
 from distca.schedule.serving.scheduler import Scheduler
@@ -115,7 +115,7 @@ class SimulatedEngine:
                 feed.start,
                 feed.count,
                 np.array(self.ranks.of(feed.sequence), dtype=np.int64),
-                not is_long(self._prompts[feed.sequence], self._limits),
+                not has_long_prompt(self._prompts[feed.sequence], self._limits),
             )
             for feed in batch.feeds
         )
