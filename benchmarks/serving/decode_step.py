@@ -133,7 +133,7 @@ class Decoding:
 
     def _end(self, begun: Iteration) -> None:
         chosen = [SampledToken(feed.number, 7, None) for feed in begun.batch.feed]
-        self.engine.finish({0: ModelOutput(0, begun.batch.number, chosen, 0, 0)})
+        self.engine.finish({0: ModelOutput(chosen, 0)})
 
     def plan(self) -> bytes:
         """Does the engine's part of a step; returns what is sent."""

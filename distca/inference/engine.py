@@ -79,7 +79,6 @@ class Engine:
         self.counts = EngineCounts()
         self._requests: dict[int, AddRequest] = {}
         self._tokens: dict[int, list[int]] = {}
-        self._found: dict[int, int] = {}
         self._scores: dict[int, dict[int, TokenLogprobs]] = {}
         self._drop: list[int] = []
         self._last: dict[int, int] = {}
@@ -192,7 +191,6 @@ class Engine:
                     number,
                     update.token,
                     update.finish,
-                    self._found[number],
                     chosen[number].logprobs,
                     [each for _, each in sorted(self._scores.pop(number, {}).items())],
                 )
@@ -215,7 +213,6 @@ class Engine:
 
     def _admit(self, feed: ScheduledTokens) -> NewRequest:
         request, tokens = self._requests[feed.sequence], self._tokens[feed.sequence]
-        self._found.setdefault(feed.sequence, feed.start)
         self._last.pop(feed.sequence, None)
         return NewRequest(
             feed.sequence,
@@ -236,7 +233,7 @@ class Engine:
 
     def _forget(self, number: int) -> None:
         """Forgets a request that has ended; workers do with the next iteration."""
-        for known in (self._requests, self._tokens, self._found, self._last, self._scores):
+        for known in (self._requests, self._tokens, self._last, self._scores):
             known.pop(number, None)  # type: ignore[attr-defined]
         if self._ranks.forget(number):
             self._drop.append(number)

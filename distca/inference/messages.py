@@ -50,7 +50,6 @@ class Output(Message, frozen=True):
         number: number of the sequence.
         token: token that was chosen.
         finish: why the answer has ended; None: it goes on.
-        found: tokens of the prompt that the prefix cache had.
         logprobs: log-probabilities of this token, where they are asked for.
         scores: log-probabilities of the prompt's tokens but the first, with the answer's first.
     """
@@ -58,7 +57,6 @@ class Output(Message, frozen=True):
     number: int
     token: int
     finish: FinishReason | None
-    found: int
     logprobs: TokenLogprobs | None = None
     scores: list[TokenLogprobs] = []
 
@@ -174,19 +172,13 @@ class ModelOutput(Message, frozen=True):
     """A worker has run an iteration.
 
     Attributes:
-        rank: its rank.
-        number: number of the iteration.
         chosen: tokens that it chose.
-        tokens: tokens that it owned.
         bytes_sent: bytes that it sent to other ranks.
         scores: log-probabilities of prompts, where they are asked for.
         planned_bytes: bytes that each sequence moved by the plans, where they are counted.
     """
 
-    rank: int
-    number: int
     chosen: list[SampledToken]
-    tokens: int
     bytes_sent: int
     scores: list[Scores] = []
     planned_bytes: dict[int, int] = {}

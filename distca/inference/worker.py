@@ -256,10 +256,7 @@ class Worker:
             if each.failed is not None
         ]
         return ModelOutput(
-            self._process,
-            iteration.number,
             chosen,
-            int(plan.new_tokens[self._rank]),
             self._model.bytes_sent - sent,
             [Scores(number, each.found) for number, each in scoring.items() if each.found],
             self._bytes_by_sequence(plan),

@@ -52,7 +52,7 @@ def test_all_prompts_run_together_in_what_they_need(model, ranks: int, chain: Ch
                 assert feed.ranks == chain.owners(blocks, 0, feed.count)
         least = min(least, sum(engine.cache.free(rank) for rank in range(ranks)))
         chosen = [SampledToken(feed.number, 7, None) for feed in begun.batch.feed]
-        engine.finish({0: ModelOutput(0, begun.batch.number, chosen, 0, 0)})
+        engine.finish({0: ModelOutput(chosen, 0)})
     assert engine.scheduler.preemptions == 0
     # Of prompt and answer a rank may lack a block each, and a chain's last rank more.
     assert least <= 2 * len(lengths) * (ranks - 1) + (0 if chain is None else 2 * 6)

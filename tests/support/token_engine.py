@@ -114,7 +114,7 @@ class TokenWorkers:
         chosen, scores = self._run(self._decoder.decode(encode(begun.batch)))
         done = {}
         for rank in sorted(begun.members):
-            told = ModelOutput(rank, begun.batch.number, chosen, 1, 0, scores)
+            told = ModelOutput(chosen, 0, scores)
             done[rank] = told
             chosen, scores = [], []
         return done

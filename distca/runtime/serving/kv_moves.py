@@ -1,8 +1,9 @@
-"""Blocks of keys and values that change their rank, layer by layer, while earlier layers compute.
+"""Blocks of keys and values that change their rank, layer by layer.
 
-The rows of a layer are on their way while the layer before is computed, and are waited for before
-its own attention. They are copied out of the pool when they leave, so that the blocks that they
-leave can be written to in the same step.
+`KvMoves.begins` sends the rows of the next layer and waits for those of its own. A caller that
+calls it between layers hides moves behind compute
+(`benchmarks/serving/cache_balancing.py`). The engine moves all layers before an iteration. Rows are
+copied out of the pool when they leave, so that their blocks can be written to in the same step.
 """
 
 from __future__ import annotations
