@@ -113,6 +113,20 @@ def build_parser() -> Parser:
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token."
     )
     how.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Draw from the N likeliest tokens alone. Default: from all.",
+    )
+    how.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="Draw from the likeliest tokens alone that have this probability together.",
+    )
+    how.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Seed of the choice of tokens."
     )
     how.add_argument(
@@ -175,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         work = Prompts(model, read_prompt_ids(args.prompt_ids), most)
     else:
         assert tokenizer is not None
-        work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
+        work = Prompts(model, _tokens_of(args.prompt, tokenizer, args.model), most)
     known = work.lengths if isinstance(work, Prompts) else []
     if args.context_parallel_size == AUTO:
         args.context_parallel_size = ranks_for_prompts(args, model, known)
@@ -212,7 +226,7 @@ def main(argv: Sequence[str]) -> int:
         keeps_logits=args.check,
     )
     stops = frozenset() if args.ignore_eos else model.stops
-    sampling = SamplingParams(most, args.temperature, args.seed, stops)
+    sampling = SamplingParams(most, args.temperature, args.seed, stops, args.top_k, args.top_p)
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
     begin = time.perf_counter()
     try:
@@ -261,6 +275,23 @@ def main(argv: Sequence[str]) -> int:
     found = compare(model, done, args.temperature == 0)
     (sys.stderr if args.json else sys.stdout).write(f"{found.line}\n")
     return 0 if found.holds else 1
+
+
+def _tokens_of(texts: Sequence[str], tokenizer: Any, model: str) -> list[list[int]]:
+    """Token ids of texts.
+
+    Raises:
+        ValueError: a text has no token, as with the empty tokenizer that transformers makes of some
+            models' configurations where the tokenizer's files are missing.
+    """
+    found = [tokenizer.encode(text) for text in texts]
+    for number, (text, ids) in enumerate(zip(texts, found, strict=True)):
+        if text.strip() and not ids:
+            raise ValueError(
+                f"prompt {number} becomes no token, so the tokenizer of {model} is missing or "
+                "empty: add its tokenizer.json, or give token ids by --prompt-ids"
+            )
+    return found
 
 
 class _Shown:
@@ -342,3 +373,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--trace {args.trace}: give a file in a folder that there is")
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}: give 0 or more")
+    if args.top_k < 0:
+        raise ValueError(f"--top-k {args.top_k}: give at least 1, or 0 for all tokens")
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p {args.top_p}: give a number above 0 and at most 1")

@@ -139,6 +139,8 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ),
         ([model, "--prompt", "a", "--node-gb-per-s", "0"], "give a speed above 0"),
         ([model, "--prompt", "a", "--temperature", "nan"], "give 0 or more"),
+        ([model, "--prompt", "a", "--top-k", "-1"], "--top-k -1: give at least 1"),
+        ([model, "--prompt", "a", "--top-p", "0"], "--top-p 0.0: give a number above 0"),
         ([model, "--prompt", "a", "--block-size", "0"], "--block-size 0: give at least 1"),
         (
             [model, "--prompt", "a", "--cp-kv-cache-interleave-size", "40"],
@@ -155,3 +157,26 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ),
     ):
         assert why in command.refused(*flags), flags
+
+
+def test_the_likeliest_token_alone_is_drawn(command, model: str) -> None:
+    """Of one token, or of those that have nearly no probability, nothing is left to chance."""
+    flags = [model, "--prompt", "Hello", "--max-tokens", "5", "--json"]
+    (greedy,) = json.loads(command.run(*flags))
+    for how in (["--top-k", "1"], ["--top-p", "1e-9"]):
+        (drawn,) = json.loads(command.run(*flags, "--temperature", "2", "--seed", "4", *how))
+        assert drawn["token_ids"] == greedy["token_ids"]
+    (free,) = json.loads(command.run(*flags, "--temperature", "2", "--seed", "4"))
+    assert free["token_ids"] != greedy["token_ids"]
+
+
+def test_a_tokenizer_without_tokens_is_named(command, model: str, monkeypatch) -> None:
+    class Empty:
+        @staticmethod
+        def encode(text: str) -> list[int]:
+            return []
+
+    monkeypatch.setattr("distca.inference.models.load_tokenizer", lambda path: Empty())
+    assert "prompt 0 becomes no token, so the tokenizer of" in command.refused(
+        model, "--prompt", "a"
+    )
