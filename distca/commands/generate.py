@@ -219,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
         block_size=size,
         stripe=args.cp_kv_cache_interleave_size,
         cache_bytes=cache_bytes,
-        max_num_seqs=args.max_num_seqs,
+        max_num_seqs=min(args.max_num_seqs, len(work)),
         max_num_batched_tokens=args.max_num_batched_tokens or max(2048, *work.lengths),
         evens_out=args.even_out,
         enforce_eager=args.enforce_eager,

@@ -10,6 +10,7 @@ calls. Each has its own engine. All engines decide the same, so only the chosen 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from distca.inference.finite import NotFiniteError
 from distca.inference.messages import AddRequest, ModelOutput, Output, SampledToken
 from distca.inference.models import ServedModel
 from distca.inference.pool_size import check_stripe
-from distca.inference.prompts import check_tokens
+from distca.inference.prompts import check_tokens, whole_numbers
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
 from distca.inference.transports import TransportName
 from distca.inference.worker import Worker
@@ -196,7 +197,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """Requests and blocks, the same on all processes."""
+        """Requests and blocks, the same on all processes. It is there to be read."""
         return self._engine
 
     @property
@@ -239,18 +240,15 @@ class LLM:
                 a number is out of range; nothing has run.
             NotFiniteError: no token can be chosen for an answer, on any rank.
         """
-        if n < 1:
-            raise ValueError(f"{n} answers to each prompt: ask for at least 1")
-        if sampling.max_tokens < 1:
-            raise ValueError(f"{sampling.max_tokens} tokens of an answer: ask for at least 1")
-        if logprobs is not None and logprobs < 0:
-            raise ValueError(f"log-probabilities of {logprobs} tokens: ask for at least 0")
-        for number, prompt in enumerate(prompts):
-            check_tokens(self._config.model, prompt, sampling.max_tokens, f"prompt {number}")
+        given = self._checked(prompts, sampling, n, penalties, logprobs)
+        # Sets are written in any order.
+        stops = sorted(sampling.stops), sorted(penalties.stops)
+        numbers = [replace(each, stops=frozenset()) for each in (sampling, penalties)]
+        self._check_calls((given, stops, numbers, n, logprobs, prompt_logprobs))
         if penalties.fewest and not penalties.stops:
             penalties = replace(penalties, stops=sampling.stops)
         requests = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(given):
             for choice in (*range(1, n), 0):
                 # The answer that computes the prompt is added last.
                 one, leader = n * number + choice, n * number if choice else None
@@ -258,7 +256,7 @@ class LLM:
                     AddRequest(
                         one,
                         one,
-                        list(prompt),
+                        prompt,
                         sampling,
                         penalties,
                         logprobs,
@@ -268,8 +266,8 @@ class LLM:
                 )
         found = self.answer(requests, on_token)
         return [
-            RequestOutput(list(prompt), [found[n * number + choice] for choice in range(n)])
-            for number, prompt in enumerate(prompts)
+            RequestOutput(prompt, [found[n * number + choice] for choice in range(n)])
+            for number, prompt in enumerate(given)
         ]
 
     def answer(
@@ -293,6 +291,47 @@ class LLM:
             if self._engine.busy:
                 self._engine.finish({})
             raise
+
+    def _checked(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        n: int,
+        penalties: Penalties,
+        logprobs: int | None,
+    ) -> list[list[int]]:
+        """Returns the prompts, once all that is asked for is known to be possible."""
+        if n < 1:
+            raise ValueError(f"{n} answers to each prompt: ask for at least 1")
+        if sampling.max_tokens < 1:
+            raise ValueError(f"{sampling.max_tokens} tokens of an answer: ask for at least 1")
+        if logprobs is not None and not (isinstance(logprobs, int) and logprobs >= 0):
+            raise ValueError(f"log-probabilities of {logprobs} tokens: ask for at least 0")
+        model = self._config.model
+        given = [whole_numbers(each, f"prompt {at}") for at, each in enumerate(prompts)]
+        for number, prompt in enumerate(given):
+            check_tokens(model, prompt, sampling.max_tokens, f"prompt {number}")
+        outside = sorted(each for each in penalties.tokens if not 0 <= each < model.vocab_size)
+        if outside:
+            raise ValueError(
+                f"penalties name the token {outside[0]}, but the vocabulary has "
+                f"{model.vocab_size:,} tokens"
+            )
+        return given
+
+    def _check_calls(self, call: object) -> None:
+        """Refuses a call that is not every process's. Collective."""
+        if not self._several:
+            return
+        mine = hashlib.sha256(repr(call).encode()).digest()
+        digests: list[bytes] = [mine] * dist.get_world_size()
+        dist.all_gather_object(digests, mine, group=self._control)
+        others = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if others:
+            raise ValueError(
+                f"process {others[0]} asks for other answers than process 0: all processes make "
+                "the same calls, with the same prompts"
+            )
 
     def _answer(self, requests: Sequence[AddRequest], on_token: OnToken) -> dict[int, Completion]:
         begin = time.perf_counter()

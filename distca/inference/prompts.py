@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Protocol, SupportsIndex
 
 
 class Fed(Protocol):
@@ -44,3 +45,19 @@ def check_tokens(model: Fed, ids: Sequence[int], max_tokens: int, what: str) -> 
             f"{what} has {len(ids):,} tokens, which with {max_tokens:,} new ones are more than the "
             f"model's {model.positions:,} positions: shorten it, or lower --max-tokens"
         )
+
+
+def whole_numbers(ids: Iterable[SupportsIndex], what: str) -> list[int]:
+    """Returns token ids as ints.
+
+    Args:
+        ids: token ids: ints, or what stands for them, as the elements of an integer tensor.
+        what: name of the prompt, for the message.
+
+    Raises:
+        ValueError: one is no whole number.
+    """
+    try:
+        return [operator.index(each) for each in ids]
+    except TypeError:
+        raise ValueError(f"{what} has something else than whole numbers: give token ids") from None

@@ -101,6 +101,16 @@ NO_LOGITS = NextLogits((), None)
 """Logits of no sequence."""
 
 
+def _check_numbers(values: object, whole: Sequence[str], finite: Sequence[str]) -> None:
+    """Refuses fields that are no whole numbers, or no finite ones."""
+    for name in (*whole, *finite):
+        value = getattr(values, name)
+        kinds = int if name in whole else (int, float)
+        if not isinstance(value, kinds) or not math.isfinite(value):
+            kind = "a whole number" if name in whole else "a finite number"
+            raise ValueError(f"{name} is {value!r}: give {kind}")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The choice of tokens.
@@ -128,9 +138,10 @@ class SamplingParams:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_numbers(self, ("max_tokens", "seed", "top_k"), ("temperature", "top_p", "min_p"))
         for name, allowed, range_ in (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("temperature", self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k >= 0, "at least 1, or 0 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
@@ -193,6 +204,9 @@ class Penalties:
         bias: added to the logits of tokens.
         fewest: tokens that an answer has before `stops` are allowed.
         stops: tokens that end an answer.
+
+    Raises:
+        ValueError: a number is out of range.
     """
 
     presence: float = 0.0
@@ -201,6 +215,21 @@ class Penalties:
     bias: tuple[tuple[int, float], ...] = ()
     fewest: int = 0
     stops: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, ("fewest",), ("presence", "frequency", "repetition"))
+        if self.repetition <= 0:
+            raise ValueError(f"repetition is {self.repetition}: give a number above 0")
+        if self.fewest < 0:
+            raise ValueError(f"fewest is {self.fewest}: give a number at least 0")
+        for token, value in self.bias:
+            if not math.isfinite(value):
+                raise ValueError(f"the bias of token {token} is {value}: give a finite number")
+
+    @property
+    def tokens(self) -> frozenset[int]:
+        """Tokens that it names."""
+        return self.stops | {token for token, _ in self.bias}
 
     def apply(
         self, logits: torch.Tensor, prompt: Sequence[int], answer: Sequence[int]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.partitions import Chain
+from support.generated import ask_apart
+from support.ranks import Ranks
 from support.small_models import save_small_model
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +175,11 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
             ([[1], []], few, {}, "prompt 1 is empty"),
             ([[1, model.vocab_size]], few, {}, "prompt 0 has the token"),
             ([[1, -1]], few, {}, "prompt 0 has the token -1"),
+            ([[1, 2**70]], few, {}, "prompt 0 has the token"),
+            ([[1], [1.5]], few, {}, "prompt 1 has something else than whole numbers"),
+            (["abc"], few, {}, "prompt 0 has something else"),
+            ([[1]], few, {"penalties": Penalties(bias=((-1, 1.0),))}, "penalties name the token"),
+            ([[1]], few, {"logprobs": 2.5}, "log-probabilities of 2.5"),
             ([[1] * (most - 1)], few, {}, "more than the model's"),
             ([[1]], SamplingParams(max_tokens=0), {}, "0 tokens of an answer"),
             ([[1]], few, {"n": 0}, "0 answers"),
@@ -189,11 +197,31 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
 @pytest.mark.parametrize(
     "changes",
     [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0},
-     {"top_p": 1.5}, {"min_p": -0.1}, {"max_tokens": -1}],
+     {"top_p": 1.5}, {"min_p": -0.1}, {"max_tokens": -1}, {"max_tokens": 2.5},
+     {"temperature": "1"}, {"top_p": float("nan")}, {"top_k": 1.5}],
 )  # fmt: skip
 def test_numbers_of_the_choice_are_checked(changes: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(changes))} is "):
         SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+def test_calls_that_differ_between_processes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    (said, tokens), others = ranks.run(ask_apart, model, world_size=2)
+    assert others == (said, tokens)
+    assert len(said) == 4
+    assert all("process 1 asks for other answers than process 0" in each for each in said)
+    assert [len(each) for each in tokens] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"repetition": 0.0}, {"repetition": float("nan")}, {"presence": float("inf")},
+     {"fewest": -1}, {"bias": ((3, float("nan")),)}],
+)  # fmt: skip
+def test_numbers_of_penalties_are_checked(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} "):
+        Penalties(**changes)
 
 
 def test_an_answer_has_its_fewest_tokens_before_it_may_stop(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from distca.inference.llm import LLM, Completion, RequestOutput, configure
 from distca.inference.messages import AddRequest
 from distca.inference.models import ServedModel
@@ -67,3 +69,26 @@ def generate_on_a_rank(
     found.planned, found.sent = llm.bytes_planned, llm.bytes_sent
     found.referenced = sum(llm.engine.cache.referenced(rank) for rank in range(ranks))
     return found
+
+
+def ask_apart(model: ServedModel) -> tuple[list[str], list[list[int]]]:
+    """Calls of two ranks that differ; then one that does not.
+
+    Returns:
+        Why each of the first ones was refused, and the tokens of the last.
+    """
+    rank, sampling = dist.get_rank(), SamplingParams(max_tokens=3)
+    llm = LLM(configure(model, 2, cache_bytes=1 << 24))
+    said: list[str] = []
+    for prompts, how, more in (
+        ([[1, 2, 3 + rank]], sampling, {}),
+        ([[1, 2]] * (1 + rank), sampling, {}),
+        ([[1]], SamplingParams(max_tokens=2 + rank), {}),
+        ([[1]], sampling, {"n": 1 + rank}),
+    ):
+        try:
+            llm.generate(prompts, how, **more)
+        except ValueError as error:
+            said.append(str(error))
+    answered = llm.generate([[1, 2, 3], [4, 5]], sampling)
+    return said, [each.outputs[0].token_ids for each in answered]
