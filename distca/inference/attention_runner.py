@@ -121,7 +121,7 @@ class AttentionRunner:
         return copy_to(torch.from_numpy(values), self._device)
 
     def _parts(self, batch: Batch) -> list[_PartRun]:
-        """This rank's part of each part of a batch, with room in the buffers. Collective."""
+        """Prepares this rank's work of each part of a batch: prefills, and decodes. Collective."""
         parts = [
             self._decode(part) if isinstance(part, DecodeBatch) else self._prefill(part)
             for part in batch.parts
@@ -316,6 +316,10 @@ class ForwardContext:
 
     Attributes:
         rows: this rank's new tokens of each part.
+        windows: for each layer how many earlier tokens a query sees; None: all.
+        pool: keys and values of this rank.
+        slots: slots of the pool that the new tokens' keys and values get, int64 `[new tokens]`.
+        parts: core attention of each part.
         labels: labels of the timeline's spans.
         watch: callbacks for the layers.
         layers_run: layers whose attention has run.
@@ -368,9 +372,18 @@ class ForwardContext:
         scale: float,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Core attention of a layer: `q` and its result are `[rows, heads, head_dim]`.
+        """Runs the core attention of a layer.
 
-        `sink` is one more logit of each head, which has no value, `[heads]`; None: there is none.
+        Args:
+            layer: number of the layer.
+            q: queries of this rank's new tokens, `[rows, heads, head_dim]`.
+            k: their keys, `[rows, kv_heads, head_dim]`, which are written to the pool.
+            v: their values, `[rows, kv_heads, v_head_dim]`, likewise.
+            scale: factor of the scores.
+            sink: one more logit of each head, which has no value, `[heads]`; None: there is none.
+
+        Returns:
+            Outputs, `[rows, heads, v_head_dim]`.
         """
         if self.watch is not None:
             self.watch.begins(layer)

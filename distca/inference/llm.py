@@ -5,7 +5,8 @@
     answered.outputs[0].token_ids
 
 On several ranks `torchrun` starts the program. Each process makes one `LLM`, and all make the same
-calls. Each has its own engine. All engines decide the same, so only the chosen tokens are sent.
+calls. Each has its own engine. All engines decide the same, so processes send each other only what
+an iteration brought: tokens, log-probabilities and counts.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class ModelRunner:
         """Moves blocks of all layers between ranks."""
         if not moves:
             return
-        assert self._mover is not None, "no blocks move without ranks that hold alone"
+        assert self._mover is not None, "blocks move, and nothing carries them"
         blocks = [BlockMove(each.source, each.number, each.to, each.becomes) for each in moves]
         under_way = KvMoves(self.pool, self._mover, blocks)
         for layer in range(len(self._served.windows)):
