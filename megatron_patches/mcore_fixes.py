@@ -215,8 +215,15 @@ def leave_out_warnings_of_calls() -> None:
 def leave_out_messages_of_a_run() -> None:
     """Leaves out what megatron-core says at the start of a run, where a command trains nothing."""
     logging.getLogger("megatron.core.rerun_state_machine").addFilter(_is_of_use)
+    # Such a command saves at once, and waits.
+    saving = "megatron.core.dist_checkpointing.strategies.torch"
+    logging.getLogger(saving).addFilter(_is_of_use)
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    of_no_use = "GPTModel IS DEPRECATED", "RerunStateMachine initialized in mode"
+    of_no_use = (
+        "GPTModel IS DEPRECATED",
+        "RerunStateMachine initialized in mode",
+        "MCore's async save is deprecated",
+    )
     return not record.getMessage().startswith(of_no_use)
