@@ -36,13 +36,16 @@ class TokenRotaryEmbedding(torch.nn.Module):
         """
         if self.positions is None:
             raise RuntimeError("the model was called without position_ids")
+        factor = None
+        frequencies = self._rotary.inv_freq
         if isinstance(self._rotary, YarnRotaryEmbedding):
             # It computes the frequencies anew in each call; they are the angles of position 1.
             angles, factor = self._rotary.get_emb(2)
-            inv_freq = angles[1, 0, 0].to(self.positions.device)
-            return (self.positions[:, None].to(inv_freq.dtype) * inv_freq)[:, None, None, :], factor
-        inv_freq = self._rotary.inv_freq.to(self.positions.device)
+            frequencies = angles[1, 0, 0]
+        inv_freq = frequencies.to(self.positions.device)
         positions = self.positions.to(inv_freq.dtype)
+        if factor is not None:
+            return (positions[:, None] * inv_freq)[:, None, None, :], factor
         if self._rotary.seq_len_interpolation_factor is not None:
             # Multiplied rather than divided, to round as megatron-core does.
             positions = positions * (1 / self._rotary.seq_len_interpolation_factor)

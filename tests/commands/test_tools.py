@@ -22,7 +22,7 @@ from benchmarks.cluster.validate_simulator import (
     without_folders,
 )
 from benchmarks.training import compare_losses
-from benchmarks.training.setting import LONG_TAIL, Setting
+from benchmarks.training.setting import Setting
 from benchmarks.training.summary import TimedPass, fit, replay, ticks_seconds
 from distca.commands import profile as profiling
 from distca.commands.main import COMMANDS, main
@@ -276,11 +276,17 @@ def test_predictions_rank_as_measured_or_not() -> None:
 def test_plain_megatron_is_predicted_beside_the_schedulers() -> None:
     setting = Setting(
         *(2, 1, 1, 2048, 2, 128, 2, 1),
-        *(("packed", "per-document-cp", "tiles"), ("whole", "ping-pong"), (0.1,), (LONG_TAIL,), 0),
+        *(
+            ("packed", "per-document-cp", "tiles"),
+            ("whole", "ping-pong"),
+            (0.1,),
+            ("long-tail",),
+            0,
+        ),
     )
     grouped = replace(setting, megatron_flags=("--distca-context-parallel-size", "2"))
     machine = replace(CLUSTERS["dgx-a100"], gpus_per_node=1, peak_tflops=1e-3, launch_seconds=0.0)
-    seconds = {LONG_TAIL: {name: [1.0, 2.0] for name in setting.ways()}}
+    seconds = {"long-tail": {name: [1.0, 2.0] for name in setting.ways()}}
     model, shape = ModelSize(2, 128, 4, 1, 32, 320, 512), AttentionShape(4, 1, 32, 4)
     profile = replace(grid(), shape=shape)
     found = predictions_of(setting, model, seconds, machine, profile)
@@ -299,7 +305,7 @@ def test_plain_megatron_is_predicted_beside_the_schedulers() -> None:
     assert changed == {"per-document-cp, whole", "per-document-cp, ping-pong"}
     # Two stages of one layer have half of the work each, and are idle for a third of the time.
     stages = replace(setting, stages=2, micro_batches=2, modes=("whole",))
-    seconds = {LONG_TAIL: {name: [1.0, 2.0] for name in stages.ways()}}
+    seconds = {"long-tail": {name: [1.0, 2.0] for name in stages.ways()}}
     piped = predictions_of(stages, model, seconds, machine, profile)
     assert [each.way for each in piped] == list(stages.ways())
     assert all(each.stages == 2 for each in piped)
