@@ -105,43 +105,41 @@ class Described:
         return tensor[:]
 
 
+class Windowed(Described):
+    """A family whose attention may have windows."""
+
+    def mends(self) -> dict[str, Any]:
+        return windows(self.hf_config)
+
+
 class Llama(Described, LLaMABridge):
     """Llama 2 and 3."""
 
     supported: ClassVar = _NO_BIASES
 
 
-class Mistral(Described, LLaMABridge):
+class Mistral(Windowed, LLaMABridge):
     """Mistral, which mbridge has not: a Llama with windows."""
 
     supported: ClassVar = _NO_BIASES
 
-    def mends(self) -> dict[str, Any]:
-        return windows(self.hf_config)
 
-
-class Qwen2(Described, Qwen2Bridge):
+class Qwen2(Windowed, Qwen2Bridge):
     """Qwen2 and 2.5."""
 
-    def mends(self) -> dict[str, Any]:
-        return windows(self.hf_config)
 
-
-class Qwen3(Described, Qwen3Bridge):
+class Qwen3(Windowed, Qwen3Bridge):
     """Qwen3's dense models."""
 
     supported: ClassVar = _NO_BIASES
 
-    def mends(self) -> dict[str, Any]:
-        return windows(self.hf_config)
 
-
-class Mixtral(Described, MixtralBridge):
+class Mixtral(Windowed, MixtralBridge):
     """Mixtral."""
 
     def mends(self) -> dict[str, Any]:
         # mbridge has the softmax of all experts' scores, not of the chosen ones'.
-        return windows(self.hf_config) | {"moe_router_pre_softmax": False}
+        return super().mends() | {"moe_router_pre_softmax": False}
 
 
 class Qwen2Moe(Described, Qwen2MoEBridge):
@@ -160,21 +158,18 @@ class Qwen2Moe(Described, Qwen2MoEBridge):
         }
 
 
-class Qwen3Moe(Described, Qwen3MoEBridge):
+class Qwen3Moe(Windowed, Qwen3MoEBridge):
     """Qwen3's models with experts."""
 
     supported: ClassVar = _NO_BIASES
     _MLP_MAPPING: ClassVar = Qwen2Moe._MLP_MAPPING
 
     def mends(self) -> dict[str, Any]:
-        return windows(self.hf_config) | _qwen_experts(self.hf_config)
+        return super().mends() | _qwen_experts(self.hf_config)
 
 
-class Phi3(Described, LLaMABridge):
+class Phi3(Windowed, LLaMABridge):
     """Phi-3 and 4, which mbridge has not: a Llama that keeps some weights in one tensor."""
-
-    def mends(self) -> dict[str, Any]:
-        return windows(self.hf_config)
 
     def sources(self, name: str) -> list[str]:
         found = super().sources(name)

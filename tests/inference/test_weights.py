@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distca.checkpoints.weights import MULTIMODAL, Source, find_problems
+from distca.checkpoints.problems import Source, find_problems
+from distca.checkpoints.weights import MULTIMODAL
 from distca.inference.models import read_model
 from distca.inference.tensor_parallel import TensorRanks
 from support.broken_checkpoints import INDEX, WEIGHTS, break_checkpoint
