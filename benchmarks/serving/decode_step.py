@@ -164,7 +164,8 @@ class Decoding:
         assert plan.decode is not None, "a step that decodes"
         run = self.steps.begin(Batch((plan.decode,), added))
         tokens = {feed.number: [feed.token] for feed in batch.feed}
-        for values in (run.ids(tokens), run.positions, np.array([*run.last().values()])):
+        new = run.new
+        for values in (new.ids(tokens), new.positions, np.array([*new.last().values()])):
             torch.from_numpy(values)
         return run
 

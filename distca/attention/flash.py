@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distca.attention.fused import RowJob, RowMemory, load_fused_kernels
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
-from distca.attention.paged import PagedKeys
+from distca.attention.paged import KeyTable, PagedKeys
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Placed:
     """`KernelTasks` with the offsets on the GPU, and the lengths of the longest task.
 
     Attributes:
-        keys: keys of the tasks in a pool; None: keys lie one task after the other.
+        table: where the tasks' keys lie in a pool; None: they lie one task after the other.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -38,13 +38,13 @@ class _Placed:
     longest_q: int
     longest_kv: int
     tasks: KernelTasks
-    keys: PagedKeys | None = None
+    table: KeyTable | None = None
 
-    def paged(self, table: str) -> dict[str, torch.Tensor]:
-        """Arguments for keys of a pool; `table` is the package's name for the table."""
-        if self.keys is None:
+    def paged(self, name: str) -> dict[str, torch.Tensor]:
+        """Arguments for keys of a pool; `name` is the package's name for the table."""
+        if self.table is None:
             return {}
-        return {table: self.keys.table, "seqused_k": self.keys.tensors[1]}
+        return {name: self.table.blocks, "seqused_k": self.table.used}
 
     def window(self, unbounded: int | None) -> dict[str, int | None]:
         """Returns the window's arguments; `unbounded` is what the package writes for a side without
@@ -138,14 +138,40 @@ class _FlashKernel(ABC):
         The packages read a table's lines from their first rows on. Where tasks begin later, under a
         window, their few keys are copied.
         """
-        reads_table = k_SHD.shape[-1] % self.paged_head_step == 0
-        if keys.first.any() or not len(q_THD) or not reads_table:
+        if keys.first.any() or not len(q_THD) or not self.reads_table(k_SHD.shape[-1]):
             slots = keys.slots(k_SHD.device)
             return self.forward(q_THD, k_SHD[slots], v_SHD[slots], tasks, into)
         out, lse_TH = into or (None, q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32))
-        k, v = (x.view(-1, keys.block_size, *x.shape[1:]) for x in (k_SHD, v_SHD))
-        placed = replace(self._place(tasks, q_THD.device), keys=keys)
-        return self._written(q_THD, k, v, (out, lse_TH), placed)
+        placed = self._place(tasks, q_THD.device)
+        table = KeyTable(keys.table, keys.tensors[1], placed.cu_seqlens_q, keys.block_size)
+        placed = replace(placed, table=table)
+        pages = table.pages(k_SHD), table.pages(v_SHD)
+        return self._written(q_THD, *pages, (out, lse_TH), placed)
+
+    def reads_table(self, head_dim: int) -> bool:
+        """See `TableKernel.reads_table`."""
+        return head_dim % self.paged_head_step == 0
+
+    def forward_table(
+        self,
+        q_THD: torch.Tensor,
+        k_SHD: torch.Tensor,
+        v_SHD: torch.Tensor,
+        table: KeyTable,
+        softmax_scale: float,
+        window_left: int | None = None,
+        softcap: float | None = None,
+    ) -> Outputs:
+        """See `TableKernel.forward_table`."""
+        # Offsets of the keys are not read where there is a table.
+        offsets = table.offsets, table.offsets
+        # A query is the last of its task: without a window the diagonal bounds nothing.
+        causal = window_left is not None
+        tasks = KernelTasks(*offsets, causal, window_left, softmax_scale, softcap)
+        placed = _Placed(*offsets, 1, table.longest, tasks, table)
+        pages = table.pages(k_SHD), table.pages(v_SHD)
+        out, lse_HT = self._call_forward(q_THD, *pages, None, placed)
+        return out, lse_HT.transpose(0, 1)
 
     def _written(
         self,
@@ -377,11 +403,13 @@ class FlashAttn3Kernel(_FlashKernel):
         into: torch.Tensor | None,
         placed: _Placed,
     ) -> Outputs:
-        # Without a split over the keys, which would take memory that nothing counts.
         options = self._options(placed) | placed.paged("page_table")
-        if placed.keys is not None:
-            options["cu_seqlens_k"] = None
-        out, lse_HT, *_ = self._forward(q, k, v, out=into, num_splits=1, **options)
+        # Keys of decoded tokens are split among multiprocessors as the package chooses: there are
+        # few queries. Elsewhere a split would take memory that nothing counts.
+        splits = 1
+        if placed.table is not None:
+            options["cu_seqlens_k"], splits = None, 0
+        out, lse_HT, *_ = self._forward(q, k, v, out=into, num_splits=splits, **options)
         return out, lse_HT
 
     def _call_backward(
@@ -437,7 +465,7 @@ class FlashAttn4Kernel(_FlashKernel):
         placed: _Placed,
     ) -> Outputs:
         options = self._options(placed) | placed.paged("page_table")
-        if placed.keys is not None:
+        if placed.table is not None:
             options["cu_seqlens_k"] = None
         out, lse_HT, *_ = self._forward(q, k, v, return_lse=True, out=into, **options)
         return out, lse_HT

@@ -79,6 +79,32 @@ class PagedKeys:
         return first, used
 
 
+@dataclass(frozen=True)
+class KeyTable:
+    """Where the keys of tasks lie in a pool, on the device alone: a graph has others in each step.
+
+    Attributes:
+        blocks: blocks of each task, int32 `[tasks, columns]`.
+        used: rows that each one's queries see, from the first on, int32 `[tasks]`.
+        offsets: first query of each task, and the total, int32 `[tasks + 1]`.
+        block_size: rows of a block.
+    """
+
+    blocks: torch.Tensor
+    used: torch.Tensor
+    offsets: torch.Tensor
+    block_size: int
+
+    @property
+    def longest(self) -> int:
+        """Most rows that a task may have."""
+        return self.blocks.shape[1] * self.block_size
+
+    def pages(self, rows_SHD: torch.Tensor) -> torch.Tensor:
+        """Returns a pool's rows by block, `[blocks, block_size, kv_heads, head_dim]`: a view."""
+        return rows_SHD.view(-1, self.block_size, *rows_SHD.shape[1:])
+
+
 @runtime_checkable
 class PagedKernel(Kernel, Protocol):
     """A kernel that also computes full rectangles over keys and values of a pool."""
@@ -94,6 +120,41 @@ class PagedKernel(Kernel, Protocol):
     ) -> Outputs:
         """Does what `Kernel.forward` does; `k_SHD` and `v_SHD` are the pool's rows by slot, and
         `keys` tells which of them each task has."""
+        ...
+
+
+@runtime_checkable
+class TableKernel(Protocol):
+    """A kernel whose call for decoded tokens can be captured: the host has no part in it."""
+
+    def reads_table(self, head_dim: int) -> bool:
+        """Tells whether it reads heads of so many elements by a table of blocks."""
+        ...
+
+    def forward_table(
+        self,
+        q_THD: torch.Tensor,
+        k_SHD: torch.Tensor,
+        v_SHD: torch.Tensor,
+        table: KeyTable,
+        softmax_scale: float,
+        window_left: int | None = None,
+        softcap: float | None = None,
+    ) -> Outputs:
+        """Attention of one query of each task, which is the last token of its keys.
+
+        Args:
+            q_THD: queries, `[tasks, heads, head_dim]`.
+            k_SHD: the pool's keys by slot, `[slots, kv_heads, head_dim]`.
+            v_SHD: its values, likewise.
+            table: keys of each task, at least one.
+            softmax_scale: factor of the scores.
+            window_left: earlier tokens that a query sees; None: all.
+            softcap: see `KernelTasks`.
+
+        Returns:
+            Outputs like the queries, and their LSE, float32 `[tasks, heads]`.
+        """
         ...
 
 

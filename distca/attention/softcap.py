@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
-from distca.attention.paged import PagedKernel, PagedKeys
+from distca.attention.paged import KeyTable, PagedKernel, PagedKeys, TableKernel
 
 _BAND = 256
 """Query rows whose scores are in memory at a time."""
@@ -52,6 +52,25 @@ class SoftCapped:
     ) -> Outputs:
         """See `PagedKernel.forward_paged`."""
         return self.kernel.forward_paged(q_THD, k_SHD, v_SHD, self._capped(tasks), keys, into)
+
+    def reads_table(self, head_dim: int) -> bool:
+        """See `TableKernel.reads_table`."""
+        return isinstance(self.kernel, TableKernel) and self.kernel.reads_table(head_dim)
+
+    def forward_table(
+        self,
+        q_THD: torch.Tensor,
+        k_SHD: torch.Tensor,
+        v_SHD: torch.Tensor,
+        table: KeyTable,
+        softmax_scale: float,
+        window_left: int | None = None,
+        softcap: float | None = None,
+    ) -> Outputs:
+        """See `TableKernel.forward_table`."""
+        assert isinstance(self.kernel, TableKernel), "a kernel that reads no tables"
+        given = q_THD, k_SHD, v_SHD, table, softmax_scale, window_left, self.softcap
+        return self.kernel.forward_table(*given)
 
     def backward(
         self,

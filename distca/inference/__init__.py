@@ -40,8 +40,9 @@ Others:
   `pool_size.py` says how many blocks prompts need;
 * `runnable.py` is what the runner needs of a model. `models.py` and `transformers_model.py` load
   those of transformers, `distca/vllm/model.py` those of vLLM;
-* `tensor_parallel.py` and `sequence_parallel.py` split weights and rows; `cuda_graphs.py` captures
-  decodes; `transports.py` makes what moves rows; `finite.py` finds where values overflow;
+* `tensor_parallel.py` and `sequence_parallel.py` split weights and rows; `cuda_graphs.py` and
+  `step_graphs.py` capture decodes; `transports.py` makes what moves rows; `finite.py` finds where
+  values overflow;
 * `machine.py` and `measured_chain.py` measure what strategies are chosen by; `sparse_model.py` and
   `sparsity_calibration.py` measure what may be dropped;
 * `conversations.py`, `verify.py` and `rank_processes.py` are for `distca generate`,

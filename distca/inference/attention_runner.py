@@ -99,14 +99,33 @@ class AttentionRunner:
 
     def begin(self, batch: Batch) -> ForwardContext:
         """Finds this rank's part of a batch, whose layers can then run. Collective."""
-        rank = self._core.transport.rank
-        self.add_blocks(batch.blocks)
-        rows = [NewRows.of(part, rank, self._tables) for part in batch.parts]
-        slots = self._index(np.concatenate([each.slots for each in rows]))
+        new = self.new_rows(batch)
         labels = self._core.trace.labels
+        slots = copy_to(torch.from_numpy(new.slots), self._device)
         return ForwardContext(
-            rows, self._windows, self.pool, slots, self._parts(batch), labels, self.watch
+            new, self._windows, self.pool, slots, self._parts(batch), labels, self.watch
         )
+
+    def new_rows(self, batch: Batch) -> BatchRows:
+        """Adds a batch's blocks to the tables, and finds this rank's new tokens."""
+        self.add_blocks(batch.blocks)
+        rank = self._core.transport.rank
+        return BatchRows([NewRows.of(part, rank, self._tables) for part in batch.parts])
+
+    @property
+    def alone(self) -> bool:
+        """Whether all keys that this rank's queries see are its own."""
+        return self._core.transport.world_size == 1
+
+    @property
+    def kernel(self) -> PagedKernel:
+        """Kernel of this rank's device."""
+        return self._kernel
+
+    @property
+    def tables(self) -> BlockTables:
+        """Blocks of the sequences."""
+        return self._tables
 
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""
@@ -116,9 +135,6 @@ class AttentionRunner:
         """Slots of the first rows here of each sequence, those of one after the other."""
         lines = np.repeat(self._tables.lines(sequences), counts)
         return self._tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
-
-    def _index(self, values: Int64s) -> torch.Tensor:
-        return copy_to(torch.from_numpy(values), self._device)
 
     def _parts(self, batch: Batch) -> list[_PartRun]:
         """Prepares this rank's work of each part of a batch: prefills, and decodes. Collective."""
@@ -311,28 +327,14 @@ class _PartRun:
 
 
 @dataclass
-class ForwardContext:
-    """What the layers of a batch need; a layer knows its number.
+class BatchRows:
+    """A rank's new tokens of a batch, those of one part after the other.
 
     Attributes:
-        rows: this rank's new tokens of each part.
-        windows: for each layer how many earlier tokens a query sees; None: all.
-        pool: keys and values of this rank.
-        slots: slots of the pool that the new tokens' keys and values get, int64 `[new tokens]`.
-        parts: core attention of each part.
-        labels: labels of the timeline's spans.
-        watch: callbacks for the layers.
-        layers_run: layers whose attention has run.
+        rows: its new tokens of each part.
     """
 
     rows: Sequence[NewRows]
-    windows: Sequence[int | None]
-    pool: KVCache
-    slots: torch.Tensor
-    parts: Sequence[_PartRun]
-    labels: dict[str, object]
-    watch: LayerWatch | None = None
-    layers_run: int = 0
 
     @property
     def positions(self) -> Int64s:
@@ -362,6 +364,36 @@ class ForwardContext:
                 found.append(begin + np.flatnonzero(each.document == number))
             begin += len(each.document)
         return np.concatenate(found)
+
+    @property
+    def slots(self) -> Int64s:
+        """Slots of the pool that the new tokens' keys and values get."""
+        return np.concatenate([each.slots for each in self.rows])
+
+
+@dataclass
+class ForwardContext:
+    """What the layers of a batch need; a layer knows its number.
+
+    Attributes:
+        new: this rank's new tokens.
+        windows: for each layer how many earlier tokens a query sees; None: all.
+        pool: keys and values of this rank.
+        slots: slots of the pool that the new tokens' keys and values get, int64 `[new tokens]`.
+        parts: core attention of each part.
+        labels: labels of the timeline's spans.
+        watch: callbacks for the layers.
+        layers_run: layers whose attention has run.
+    """
+
+    new: BatchRows
+    windows: Sequence[int | None]
+    pool: KVCache
+    slots: torch.Tensor
+    parts: Sequence[_PartRun]
+    labels: dict[str, object]
+    watch: LayerWatch | None = None
+    layers_run: int = 0
 
     def attend(
         self,

@@ -1,9 +1,10 @@
 """CUDA graphs of a model's layers in steps that decode, in pieces between calls of core attention.
 
-An exchange is started and waited for by the host, among ranks and rows that are others in each
-step, so graphs end where a layer asks for core attention: that runs as ever, over as many rows as
-there are. All else of a layer depends on the number of rows alone, and is captured once for each of
-a few numbers, to which rows are padded. This has not been run on a GPU yet.
+Where several ranks have keys, an exchange is started and waited for by the host, among ranks and
+rows that are others in each step, so graphs end where a layer asks for core attention: that runs as
+ever, over as many rows as there are. All else of a layer depends on the number of rows alone, and
+is captured once for each of a few numbers, to which rows are padded. A rank alone has
+`step_graphs.StepGraphs`. This has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class CudaCapture:
         return graph.replay
 
 
-class _NoCapture:
+class NoCapture:
     """Runs everything as it is."""
 
     def begin(self) -> None:
@@ -127,7 +128,7 @@ class _Recorder:
         capture: what captures.
     """
 
-    def __init__(self, windows: Sequence[int | None], capture: Capture | _NoCapture) -> None:
+    def __init__(self, windows: Sequence[int | None], capture: Capture | NoCapture) -> None:
         self.windows, self.pieces = windows, list[_Piece]()
         self._capture = capture
 
@@ -175,7 +176,7 @@ class _Recording:
 
         with capture.prepared():
             # Libraries make room for themselves when they are first called.
-            run(_Recorder(windows, _NoCapture()))
+            run(_Recorder(windows, NoCapture()))
             recorder = _Recorder(windows, capture)
             capture.begin()
             self._logits = run(recorder)

@@ -24,6 +24,7 @@ from distca.inference.messages import Moved
 from distca.inference.models import ServedModel
 from distca.inference.runnable import LayerAttention
 from distca.inference.sampling import NO_LOGITS, NextLogits
+from distca.inference.step_graphs import StepGraphs, steps_are_whole
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
@@ -94,9 +95,11 @@ class ModelRunner:
             block_size,
             tensor_ranks.rank,
         )
-        self._graphs = (
-            None if capture is None else DecodeGraphs(self._model, model.windows, device, capture)
-        )
+        self._graphs: DecodeGraphs | StepGraphs | None = None
+        if capture is not None and steps_are_whole(self._attention, model.shape.head_dim):
+            self._graphs = StepGraphs(self._model, model.windows, self._attention, capture)
+        elif capture is not None:
+            self._graphs = DecodeGraphs(self._model, model.windows, device, capture)
 
     @property
     def weight_bytes(self) -> int:
@@ -204,21 +207,29 @@ class ModelRunner:
             Logits of the token that follows each sequence whose last token is of this rank,
             float32 `[vocabulary]`, by sequence; of ranks that share layers the first has them.
         """
+        decodes = not scoring and all(isinstance(part, DecodeBatch) for part in batch.parts)
+        if isinstance(self._graphs, StepGraphs) and decodes and self._attention.watch is None:
+            new = self._attention.new_rows(batch)
+            logits = self._graphs.run(new, tokens)
+            if logits is not None:
+                return NextLogits(new.last(), logits)
+            # They have been added.
+            batch = replace(batch, blocks={})
         run = self._attention.begin(batch)
         if not len(run.slots):
             # Models do not run without tokens.
             for layer in range(len(self._served.windows)):
                 self._serve(run, layer)
             return NO_LOGITS
-        last, scored = run.last(), {each: run.rows_of(each) for each in scoring}
+        new = run.new
+        last, scored = new.last(), {each: new.rows_of(each) for each in scoring}
         kept = np.concatenate([np.array([*last.values()], dtype=np.int64), *scored.values()])
         # In one copy.
-        values = [torch.as_tensor(each) for each in (run.ids(tokens), run.positions, kept)]
+        values = [torch.as_tensor(each) for each in (new.ids(tokens), new.positions, kept)]
         placed = copy_to(torch.cat(values), self._device)
         ids, positions, rows = torch.split(placed, [*map(len, values)])
         logits = None
-        decodes = not scored and all(isinstance(part, DecodeBatch) for part in batch.parts)
-        if self._graphs is not None and decodes:
+        if isinstance(self._graphs, DecodeGraphs) and decodes:
             # Each row is the last of its sequence.
             logits = self._graphs.run(ids, positions, run)
         if logits is None:
@@ -229,7 +240,7 @@ class ModelRunner:
         counts = [len(last), *map(len, scored.values())]
         first, *others = torch.split(logits.float(), counts)
         for each, found in zip(scored, others, strict=True):
-            scoring[each](run.positions[scored[each]], found)
+            scoring[each](new.positions[scored[each]], found)
         return NextLogits(last, first)
 
     def _logits(

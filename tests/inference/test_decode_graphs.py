@@ -1,4 +1,4 @@
-"""Decode steps by graphs of pieces of the layers: which are captured, and what they answer."""
+"""Decode steps by graphs, whole or of pieces of layers: which are captured, what they answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 
 from benchmarks.serving.planned_steps import PlannedSteps
 from distca.attention import select_kernel
+from distca.attention.kernel import Outputs
+from distca.attention.paged import KeyTable, TableKernel
+from distca.attention.torch_cpu import TorchCpuKernel
 from distca.inference.cuda_graphs import SIZES, Capture, DecodeGraphs, capture_for, size_for
 from distca.inference.models import ServedModel, read_model
 from support.fake_graphs import FakeCapture
@@ -19,8 +22,38 @@ from support.ranks import Ranks
 from support.small_models import VOCABULARY, save_small_model
 
 
+class _ByTable(TorchCpuKernel):
+    """A `TableKernel` on CPUs: attention as it is defined, for which the host asks no tensor."""
+
+    def reads_table(self, head_dim: int) -> bool:
+        return True
+
+    def forward_table(
+        self,
+        q_THD: torch.Tensor,
+        k_SHD: torch.Tensor,
+        v_SHD: torch.Tensor,
+        table: KeyTable,
+        softmax_scale: float,
+        window_left: int | None = None,
+        softcap: float | None = None,
+    ) -> Outputs:
+        k, v = (table.pages(x)[table.blocks.long()].flatten(1, 2) for x in (k_SHD, v_SHD))
+        q = q_THD.unflatten(1, (k.shape[2], -1))
+        scores = torch.einsum("thgd,tkhd->thgk", q, k) * softmax_scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        behind = table.used[:, None] - 1 - torch.arange(k.shape[1])
+        seen = (behind >= 0) & (behind <= (k.shape[1] if window_left is None else window_left))
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+        # Blocks behind those that are used may have anything.
+        v = torch.where(seen[..., None, None], v, 0)
+        out = torch.einsum("thgk,tkhd->thgd", scores.softmax(-1), v)
+        return out.flatten(1, 2), scores.logsumexp(-1).flatten(1)
+
+
 def logits_of_a_rank(
-    model: ServedModel, capture: Capture | None, device: str = "cpu"
+    model: ServedModel, capture: Capture | None, device: str = "cpu", by_table: bool = False
 ) -> list[dict[int, torch.Tensor]]:
     """Logits of seven decode steps, of which the last two have fewer sequences."""
     import torch.distributed as dist
@@ -35,13 +68,15 @@ def logits_of_a_rank(
     assert group is not None
     core = CoreAttention(
         CollectiveTransport(group, on, members_only=True),
-        select_kernel(on.type, model.shape.head_dim, model.softcap is not None),
+        _ByTable()
+        if by_table
+        else select_kernel(on.type, model.shape.head_dim, model.softcap is not None),
         Buffers(on, max(STEP_SLOTS, len(model.masks))),
     )
     planner = PlannedSteps(model.masks, size, 256 if on.type == "cuda" else 4)
     rank = ModelRunner(model, core, on, 60, 256 if on.type == "cuda" else 4, capture=capture)
     rng, found = np.random.default_rng(1), []
-    lengths = dict(zip(range(6), (30, 1, 44, 7, 3, 12), strict=True))
+    lengths = dict(zip(range(6), (30, 1, 62, 7, 3, 12), strict=True))
     prompts = {n: rng.integers(0, VOCABULARY, count).tolist() for n, count in lengths.items()}
     rank.run(planner.plan(lengths), prompts)
     for step in range(7):
@@ -105,6 +140,26 @@ def test_who_has_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ):
         assert capture_for(model, device, enforce_eager) is None
     assert made == [gpu]
+
+
+def whole_and_without(model: ServedModel) -> tuple[float, int, int]:
+    """How far logits are apart, the graphs, and their replays."""
+    assert isinstance(_ByTable(), TableKernel)
+    capture, apart = FakeCapture(), 0.0
+    runs = (logits_of_a_rank(model, each, by_table=True) for each in (None, capture))
+    for plain, replayed in zip(*runs, strict=True):
+        assert plain.keys() == replayed.keys()
+        apart = max([apart, *(float((plain[n] - replayed[n]).abs().max()) for n in plain)])
+    return apart, capture.graphs, capture.replays
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+def test_a_step_of_a_rank_alone_is_one_graph(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    """A graph for six rows and one for three; again for six once the table has more columns."""
+    model = read_model(str(save_small_model(family, tmp_path)), torch.float32)
+    [(apart, graphs, replays)] = ranks.run(whole_and_without, model, world_size=1)
+    assert apart < 1e-5
+    assert (graphs, replays) == (3, 7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

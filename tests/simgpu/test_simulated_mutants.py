@@ -17,6 +17,7 @@ from support.simgpu.mutants import Mutant, mutants
 SHORT = 4
 JOB_OF = {
     "distca/prefill/": "rows",
+    "distca/inference/step_graphs.py": "alone",
     "distca/inference/": "answers",
     "distca/attention/pinned.py": "answers",
     "distca/attention/": "training",

@@ -44,7 +44,7 @@ from distca.commands.verify import (
 from distca.commands.verify import ranks as verify_ranks
 from distca.commands.verify.ranks import Tell, chosen, join_ranks, run_stages
 from distca.commands.verify.stage import Context, Found, Line
-from distca.inference import cuda_graphs
+from distca.inference import step_graphs
 from distca.inference.model_runner import ModelRunner
 from distca.runtime.fused_rows import FusedRowKernels
 from distca.runtime.row_sources import MergedRows
@@ -114,13 +114,15 @@ def heads_are_regrouped_where_a_line_has_no_query() -> Iterator[None]:
 
 @fault("answers")
 def a_graph_replays_stale_inputs() -> Iterator[None]:
-    run = cuda_graphs._Recording.run
+    run = step_graphs._Step.run
 
-    def stale(self: Any, ids: Any, positions: Any, step: Any) -> Any:
-        return run(self, ids * 0, positions, step)
+    def stale(self: Any, numbers: Any) -> Any:
+        others = numbers.copy()
+        others[0] = 0
+        return run(self, others)
 
     with (
-        mock.patch.object(cuda_graphs._Recording, "run", stale),
+        mock.patch.object(step_graphs._Step, "run", stale),
         mock.patch.object(answers, "FAMILIES", {"llama": "pass-kv"}),
     ):
         yield

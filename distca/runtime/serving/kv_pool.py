@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distca.attention.pinned import copy_into, copy_to
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Int64s
 
@@ -98,7 +99,7 @@ class BlockTables:
 
     def _on_device(self) -> torch.Tensor:
         host = torch.from_numpy(self._host)
-        return host if self._device.type == "cpu" else host.to(self._device)
+        return host if self._device.type == "cpu" else copy_to(host, self._device)
 
     @property
     def host(self) -> Int32s:
@@ -125,7 +126,8 @@ class BlockTables:
         self._host[line, begin:end] = blocks
         self._used[line] = end
         if self._device.type != "cpu":
-            self.table[line, begin:end] = torch.from_numpy(self._host[line, begin:end])
+            told = torch.from_numpy(self._host[line, begin:end])
+            copy_into(self.table[line, begin:end], told)
 
     def drop(self, sequence: int) -> None:
         """Frees the line of a sequence, if it has one."""

@@ -76,6 +76,13 @@ BLOCKERS = {
         "        self._last()\n        self._logits.add_(0)\n",
         "launches: ",
     ),
+    "a decode step of a rank alone launches more than a graph": Blocker(
+        "alone",
+        "distca/inference/model_runner.py",
+        "steps_are_whole(self._attention, model.shape.head_dim)",
+        "False",
+        "launches: ",
+    ),
     "a training step waits for the GPU": Blocker(
         "training",
         "distca/runtime/attention_call.py",

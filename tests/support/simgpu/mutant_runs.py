@@ -97,6 +97,7 @@ JOBS = {
     "rows": Job(1, 20, _rows),
     # Blocks of 256 tokens: some prompts lie on one rank alone, and some fill one by their answers.
     "answers": Job(2, _SECONDS, _answered("gemma3_text", (300, 5, 804, 510, 509))),
+    "alone": Job(1, _SECONDS, _answered("gemma3_text", (300, 5, 804, 510, 509), ranks=1)),
     # No key of what windowed layers see of it is on the first rank.
     "one answer": Job(2, _SECONDS, _answered("gemma3_text", (300,))),
     "experts": Job(1, _SECONDS, _answered("gpt_oss", (300, 5), ranks=1)),
