@@ -70,6 +70,16 @@ class TokenSource(Protocol):
         """Returns where a document comes from, for messages."""
         ...
 
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether documents are trees, of conversations that share tokens."""
+        return False
+
+    def tree(self, document: int) -> tuple[Int64s, Int64s]:
+        """Returns the own lengths and the parents of a document's nodes, int64 `[nodes]` each, as
+        `distca.schedule.training.trees` has them; an ordinary document has one."""
+        return self.lengths[document : document + 1], np.full(1, -1, dtype=np.int64)
+
 
 class ListedDocuments(TokenSource):
     """A user's documents, checked as they are read.

@@ -42,6 +42,7 @@ from distca.schedule.training.tick_schedule import (
     tick_schedule,
 )
 from distca.schedule.training.tick_speeds import LinearWork
+from distca.schedule.training.trees import DocumentTrees
 
 __all__ = [
     "BALANCING",
@@ -49,6 +50,7 @@ __all__ = [
     "SCHEDULERS",
     "BufferBoundError",
     "CountedGlobalBatch",
+    "DocumentTrees",
     "Documents",
     "ExecutionOptions",
     "GlobalBatchPlanner",

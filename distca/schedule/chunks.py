@@ -13,6 +13,7 @@ import numpy as np
 from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s, expand_ranges
 from distca.schedule.base import Scheduler
+from distca.schedule.tiles.scheduler import TilesScheduler
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,24 @@ class OverChunks:
         plan = self.scheduler.plan(chunks.lengths, capacities, Mask())
         return chunks.whole(plan, lengths, chunks.placed(plan.placement), mask)
 
-    def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
+    def schedule(
+        self, lengths: Int64s, placement: Placement, mask: Mask, parents: Int64s | None = None
+    ) -> Plan:
         """Makes a plan as `Scheduler.schedule` says.
+
+        Args:
+            lengths: tokens of each document, with those of its parent, int64 `[documents]`.
+            placement: ranks that own the tokens.
+            mask: attention mask of all documents.
+            parents: see `Plan.parents`, for tiles alone; None: no document has any.
 
         Raises:
             ValueError: a chunk ends within a kernel's block.
         """
+        if parents is not None:
+            assert isinstance(self.scheduler, TilesScheduler)
+            assert mask.attention_chunk is None
+            return self.scheduler.schedule(lengths, placement, mask, parents)
         if mask.attention_chunk is None:
             return self.scheduler.schedule(lengths, placement, mask)
         chunks = _Chunks.of(lengths, mask.attention_chunk)

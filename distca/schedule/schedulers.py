@@ -32,7 +32,7 @@ BALANCING = ("greedy", "tiles")
 """Schedulers that move tasks away from the owners of their queries."""
 
 
-def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
+def make_scheduler(name: str, config: ScheduleConfig) -> OverChunks:
     """Makes the scheduler of a name.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import cache
@@ -9,21 +10,23 @@ from functools import cache
 from distca.documents.chat import ChatTokenizer
 from distca.documents.conversations import Conversations, read_conversations
 from distca.documents.document_list import ListedDocuments, TokenSource
+from distca.wording import counted
 from megatron_patches.batches.blends import Blend, Split, check_blends, sets_of
 from megatron_patches.batches.custom_dataset import custom_dataset
 from megatron_patches.batches.resuming import check_packs, max_document_tokens
+from megatron_patches.batches.shared_conversations import SharedConversations
 from megatron_patches.batches.stream import Corpus, TokenStream, check_sources
-from megatron_patches.flags.config import DistcaConfig, DocumentsConfig
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.versions import SFT_ENDS_CONVERSATIONS
 
+logger = logging.getLogger(__name__)
 
-def open_source(
-    documents: DocumentsConfig, args: Namespace, name: str, which: Split
-) -> TokenSource:
+
+def open_source(config: DistcaConfig, args: Namespace, name: str, which: Split) -> TokenSource:
     """Opens a dataset that the flags name.
 
     Args:
-        documents: our flags of documents.
+        config: our flags.
         args: Megatron-LM's arguments.
         name: one of a blend's `prefixes`.
         which: split that is to be read.
@@ -31,11 +34,15 @@ def open_source(
     Raises:
         ValueError: it is not there, not as it must be, or of another vocabulary.
     """
+    documents = config.documents
     if documents.function is not None:
         own = custom_dataset(args, name, which)
         return ListedDocuments(f"--distca-documents {name}", own, args.vocab_size)
     if documents.conversations:
-        return _conversations(name, args.tokenizer_model, args.sft_tokenizer_prompt_format)
+        which_file = name, args.tokenizer_model, args.sft_tokenizer_prompt_format
+        if documents.share_prefixes:
+            return _shared_conversations(*which_file, max_document_tokens(config, args))
+        return _conversations(*which_file)
     return Corpus(name, args.vocab_size)
 
 
@@ -71,7 +78,7 @@ def open_stream(
         start=start,
         max_document_length=max_document_tokens(config, args),
         whole=config.documents.whole,
-        open_source=lambda name: open_source(config.documents, args, name, which),
+        open_source=lambda name: open_source(config, args, name, which),
     )
 
 
@@ -79,6 +86,18 @@ def open_stream(
 @cache
 def _conversations(path: str, tokenizer_model: str, prompt_format: str) -> Conversations:
     return read_conversations(path, chat_tokenizer(tokenizer_model, prompt_format))
+
+
+@cache
+def _shared_conversations(
+    path: str, tokenizer_model: str, prompt_format: str, most: int
+) -> SharedConversations:
+    found = SharedConversations(_conversations(path, tokenizer_model, prompt_format), most)
+    logger.info(
+        "--distca-share-prefixes: the conversations of %s are %s, for %.2f times fewer tokens",
+        *(path, counted(len(found.lengths), "tree"), found.saved),
+    )
+    return found
 
 
 @cache
@@ -111,6 +130,6 @@ def check_documents(config: DistcaConfig, args: Namespace, splits: Sequence[Spli
         sets_of(args, blends["valid"])
     check_sources(
         blends,
-        lambda name, which: open_source(config.documents, args, name, which),
+        lambda name, which: open_source(config, args, name, which),
         max_document_tokens(config, args) if config.documents.whole else None,
     )

@@ -12,7 +12,8 @@ import torch
 
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s
-from distca.schedule import plain_loads
+from distca.schedule import DocumentTrees
+from distca.schedule.base import document_loads
 from distca.schedule.training.planned_batch import PADDING
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.model.core_attention import DocumentParams
@@ -24,16 +25,21 @@ _ALMOST_NONE = 1e-30
 """Targets of a micro-batch without any, which vanish beside a single one."""
 
 
-def million_pairs(lengths: Int64s, masks: LayerMasks) -> float:
+def million_pairs(lengths: Int64s, masks: LayerMasks, trees: DocumentTrees | None = None) -> float:
     """Returns the visible pairs of documents in the mean layer, in millions.
 
     Args:
         lengths: tokens of each document.
         masks: masks of the layers.
+        trees: nodes of the documents; None: all have one.
     """
+    prefix = None if trees is None else trees.prefix
+    of_paths = lengths if trees is None else trees.lengths
     counts = dict(zip(masks.masks, masks.counts(), strict=True))
-    everything = lengths.sum(keepdims=True)
-    pairs = sum(n * float(plain_loads(lengths, everything, m)[0]) for m, n in counts.items())
+    pairs = sum(
+        count * float(document_loads(of_paths, mask, None, prefix).sum())
+        for mask, count in counts.items()
+    )
     return pairs / sum(counts.values()) / 1e6
 
 
@@ -51,6 +57,8 @@ class MicroBatch:
         packed_seq_params: description of the documents; None with a dense mask.
         attention_mask: bool `[1, masks, tokens, tokens]`, True where a query must not look; or
             None.
+        weights_count: whether a label counts as often as its weight says: that many conversations
+            share it.
         million_pairs: visible pairs of this rank's documents in the mean layer, in millions; 0
             where they are counted for a whole global batch.
     """
@@ -62,6 +70,7 @@ class MicroBatch:
     packed_seq_params: DocumentParams | None = None
     attention_mask: torch.Tensor | None = None
     million_pairs: float = 0.0
+    weights_count: bool = False
 
     def to(self, device: torch.device, fused_rotary: bool = False) -> MicroBatch:
         """Returns the micro-batch on another device.
@@ -210,7 +219,8 @@ def sum_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sums the loss over the micro-batch's targets; see `forward_step`."""
     loss = torch.sum(losses.view(-1).float() * batch.loss_mask.view(-1))
-    targets = torch.count_nonzero(batch.loss_mask).float()
+    mask = batch.loss_mask
+    targets = mask.sum() if batch.weights_count else torch.count_nonzero(mask).float()
     # Where no target of a global batch counts, the loss that loops log is 0 rather than 0/0.
     report = {"lm loss": torch.stack([loss.detach().clone(), targets.clamp(min=_ALMOST_NONE)])}
     return loss, targets.to(torch.int), report

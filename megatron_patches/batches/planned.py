@@ -18,11 +18,13 @@ from distca.plan import Mask, Plan
 from distca.plan.span import Floats, Int64s, expand_ranges
 from distca.schedule import (
     Documents,
+    DocumentTrees,
     GlobalBatchPlanner,
     PlannedMicroBatch,
     chain_sizes,
     plain_loads,
 )
+from distca.schedule.base import document_loads
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.micro_batch import (
@@ -69,7 +71,8 @@ class PlannedReader:
 
     def million_pairs(self, documents: Sequence[Documents], micro_batches: int) -> float:
         """Returns the visible pairs of a layer, in the mean micro-batch of a rank, in millions."""
-        pairs = sum(million_pairs(each.lengths, self.planner.masks) for each in documents)
+        masks = self.planner.masks
+        pairs = sum(million_pairs(each.lengths, masks, each.trees) for each in documents)
         return pairs / (micro_batches * self.layout.data_parallel_size)
 
     def plain_loads(
@@ -91,23 +94,39 @@ class PlannedReader:
         layout, masks = self.layout, self.planner.masks
         if layers is None:
             layers = dict(zip(masks.masks, masks.counts(), strict=True))
-        capacities = np.full(layout.data_parallel_size, layout.seq_length, dtype=np.int64)
         loads = np.zeros((micro_batches, layout.data_parallel_size))
         for n in range(micro_batches):
             for start, stop in layout.windows(first_sample + n * layout.samples_per_micro_batch):
-                lengths = self.stream.document_lengths(start, stop)
                 for mask, count in layers.items():
-                    loads[n] += count * plain_loads(lengths, capacities, mask, cost_model)
+                    loads[n] += count * self._plain_loads(start, stop, mask, cost_model)
         return loads
 
+    def _plain_loads(
+        self, start: int, stop: int, mask: Mask, cost_model: CostModel | None
+    ) -> Floats:
+        """Returns the loads of the ranks that share a window, `[ranks]`.
+
+        Trees are whole on the rank on which they begin.
+        """
+        ranks, tokens = self.layout.data_parallel_size, self.layout.seq_length
+        lengths = self.stream.document_lengths(start, stop)
+        if not self.stream.shares_tokens:
+            capacities = np.full(ranks, tokens, dtype=np.int64)
+            return plain_loads(lengths, capacities, mask, cost_model)
+        trees = self.stream.trees(start, stop)
+        loads = document_loads(trees.lengths, mask, cost_model, trees.prefix)
+        rank = (np.cumsum(lengths) - lengths)[trees.document] // tokens
+        return np.bincount(rank, weights=loads, minlength=ranks).astype(np.float64)
+
     def _read_windows(self, sample: int, chain: int) -> Documents:
-        windows = [
-            self.stream.document_lengths(start, stop)
-            for start, stop in self.layout.windows(sample, chain)
-        ]
+        places = self.layout.windows(sample, chain)
+        windows = [self.stream.document_lengths(*place) for place in places]
+        trees = None
+        if self.stream.shares_tokens:
+            trees = DocumentTrees.joined([self.stream.trees(*place) for place in places])
         lengths = np.concatenate(windows)
         starts = sample * self.layout.seq_length + np.cumsum(lengths) - lengths
-        return Documents(lengths, starts, tuple(len(window) for window in windows), chain)
+        return Documents(lengths, starts, tuple(len(each) for each in windows), chain, trees)
 
     def micro_batch(
         self,
@@ -142,6 +161,7 @@ class PlannedReader:
             loss_mask[:, order],
             torch.from_numpy(np.concatenate(in_document))[None, order],
             packed_seq_params=params,
+            weights_count=self.stream.shares_tokens,
         )
 
     def chain_parts(

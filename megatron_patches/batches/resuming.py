@@ -128,6 +128,13 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
             "checkpoint's ended",
             *(was, now, args.train_stream_start + saved["consumed_train_samples"] * now),
         )
+    if bool(saved.get("distca_share_prefixes")) != config.documents.share_prefixes:
+        log(
+            logging.WARNING,
+            "the checkpoint's run was with%s --distca-share-prefixes, so the rest of the data "
+            "comes in another order: some conversations may come again, and others be left out",
+            "out" if config.documents.share_prefixes else "",
+        )
     pieces, given = _max_document_tokens_of(saved), config.documents.max_length
     if given is None:
         return with_max_document_tokens(config, args, pieces)

@@ -28,6 +28,7 @@ from megatron.core.datasets.utils import normalize
 from distca.documents.document_list import TokenSource
 from distca.documents.index import check_files_exist, read_index
 from distca.plan.span import Int64s, expand_ranges
+from distca.schedule import DocumentTrees
 from distca.wording import counted
 from megatron_patches.batches.blends import SPLITS, Blend, Split
 from megatron_patches.batches.padding import Padding, fill_packs, padding_lengths
@@ -344,6 +345,24 @@ class TokenStream:
         last = np.searchsorted(self.offsets, stop, side="left")
         edges = np.concatenate([[start], self.offsets[first:last], [stop]]).astype(np.int64)
         return np.diff(edges)
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether documents are trees, of conversations that share tokens."""
+        return any(corpus.shares_tokens for corpus in self.corpora)
+
+    def trees(self, start: int, stop: int) -> DocumentTrees:
+        """Returns the nodes of the documents at the stream positions `[start, stop)`, which lie
+        there whole."""
+        start, stop = self._within(start, stop)
+        entries = slice(
+            int(np.searchsorted(self.offsets, start, side="right")) - 1,
+            int(np.searchsorted(self.offsets, stop, side="left")),
+        )
+        columns = self.corpus[entries].tolist(), self.document[entries].tolist()
+        return DocumentTrees.of(
+            [self.corpora[corpus].tree(document) for corpus, document in zip(*columns, strict=True)]
+        )
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Reads the stream positions `[start, stop)`.

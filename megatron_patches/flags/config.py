@@ -65,14 +65,20 @@ class DocumentsConfig:
         whole: whether documents stay whole, in packs.
         function: `MODULE:FUNCTION` that gives the documents; None: Megatron-LM's flags name files.
         conversations: whether files hold conversations (`--sft`).
+        share_prefixes: whether conversations hold the tokens they share once.
     """
 
     max_length: int | None = None
     whole: bool = False
     function: str | None = None
     conversations: bool = False
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
+        if self.share_prefixes and not self.conversations:
+            raise ValueError(
+                "--distca-share-prefixes finds what conversations share: add --sft, or remove it"
+            )
         if self.conversations and self.function is not None:
             raise ValueError(
                 "--sft reads --data-path, but --distca-documents gives other documents: remove one"
@@ -229,6 +235,7 @@ class DistcaConfig:
                 whole=args.distca_whole_documents or args.sft,
                 function=args.distca_documents,
                 conversations=args.sft,
+                share_prefixes=args.distca_share_prefixes,
             ),
             scheduling=SchedulingConfig(
                 scheduler=args.distca_scheduler,

@@ -246,6 +246,13 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "the window, or --seq-length without --distca. --sft does so in any case.",
     )
     group.add_argument(
+        "--distca-share-prefixes",
+        action="store_true",
+        help="With --sft: conversations whose first tokens are equal, such as several answers to a "
+        "prompt, hold these once, and attention to them is computed once. The loss is that of the "
+        "conversations one by one. Needs --distca, and --no-distca-ping-pong.",
+    )
+    group.add_argument(
         "--distca-documents",
         default=None,
         metavar="MODULE:FUNCTION",

@@ -69,6 +69,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
             f"--seq-length {args.seq_length} is not a multiple of the attention block of {BLOCK}: "
             f"use {max(args.seq_length // BLOCK, 1) * BLOCK}"
         )
+    _validate_shared_prefixes(config, args)
     if not config.enabled:
         return
     _validate_scheduling(config, args)
@@ -161,6 +162,32 @@ def _validate_sft(args: Namespace) -> None:
             f"--sft needs --tokenizer-type {SFT_TOKENIZER} with --tokenizer-model FOLDER, not "
             f"{args.tokenizer_type}"
         )
+
+
+def _validate_shared_prefixes(config: DistcaConfig, args: Namespace) -> None:
+    """Checks that documents can be trees."""
+    if not config.documents.share_prefixes:
+        return
+    flag, scheduling = "--distca-share-prefixes", config.scheduling
+    if not config.enabled:
+        raise ValueError(f"{flag} needs --distca, whose plans know what conversations share")
+    if config.ping_pong:
+        raise ValueError(
+            f"{flag} does not cut trees in two nano-batches: add --no-distca-ping-pong"
+        )
+    for other, given in (
+        (f"--distca-scheduler {scheduling.scheduler}", scheduling.scheduler != "tiles"),
+        ("--distca-placement sequential", not scheduling.free_placement),
+        ("--distca-max-buffer-bytes", scheduling.max_buffer_bytes is not None),
+        (f"--distca-chain {config.chain}", config.chain > 1),
+        (f"--distca-pool-size {config.pool_size}", config.pool_size is not None),
+        (
+            "--attention-chunk-size",
+            any(mask.attention_chunk is not None for mask in masks_from_args(args).masks),
+        ),
+    ):
+        if given:
+            raise ValueError(f"{flag} does not go together with {other}: remove one of the two")
 
 
 def _validate_validation_sets(args: Namespace) -> None:

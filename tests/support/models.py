@@ -44,6 +44,7 @@ class MemoryCorpus:
 
     lengths: np.ndarray
     weighted: bool = False
+    shares_tokens = False
 
     def read(self, document: int, start: int, end: int) -> np.ndarray:
         generator = np.random.default_rng(document)

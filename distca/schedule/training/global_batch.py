@@ -27,6 +27,7 @@ from distca.plan.span import Int64s
 from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
 from distca.schedule.program import Pass
 from distca.schedule.schedulers import BALANCING, make_scheduler
+from distca.schedule.tiles.scheduler import TilesScheduler
 from distca.schedule.training.micro_batches import cut_chain, share_out
 from distca.schedule.training.nano_batches import NanoPlan, plan_chain
 from distca.schedule.training.planned_batch import (
@@ -40,6 +41,7 @@ from distca.schedule.training.server_pools import ServerPools
 from distca.schedule.training.shared_ticks import TickPlanner
 from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
 from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair
+from distca.schedule.training.trees import DocumentTrees
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
 _tick_schedule = lru_cache(maxsize=256)(tick_schedule)
@@ -198,11 +200,15 @@ class GlobalBatchPlanner:
         lengths = np.concatenate([documents.lengths for documents in alike])
         starts = np.concatenate([documents.starts for documents in alike])
         windows = np.repeat(np.arange(len(alike)), [len(documents.lengths) for documents in alike])
-        shared = share_out(lengths, self._loads(lengths), windows)
-        return [
-            Documents(lengths[shared == n], starts[shared == n], (), alike[0].micro_batches)
-            for n in range(len(alike))
-        ] + list(incoming[len(alike) :])
+        trees = None
+        if alike[0].trees is not None:
+            trees = DocumentTrees.joined([each.trees for each in alike if each.trees is not None])
+        loads = self._loads(lengths) if trees is None else self._loads_of_trees(trees)
+        shared = share_out(lengths, loads, windows)
+        together = Documents(lengths, starts, (), alike[0].micro_batches, trees)
+        return [together.select(np.flatnonzero(shared == n)) for n in range(len(alike))] + list(
+            incoming[len(alike) :]
+        )
 
     def micro_batches(self, incoming: Sequence[Documents]) -> list[PlannedMicroBatch]:
         """Plans the micro-batches of a global batch.
@@ -273,6 +279,8 @@ class GlobalBatchPlanner:
             first: number of the first one in the global batch.
         """
         options, lengths, count = self.options, documents.lengths, documents.micro_batches
+        if documents.trees is not None:
+            return [self._plan_trees(documents, documents.trees, first)]
         whole = count == 1 and not options.ping_pong
         micro_batches = plan_chain(
             cut_chain(lengths, self._part_loads, count, not options.free_placement),
@@ -301,6 +309,36 @@ class GlobalBatchPlanner:
             )
             for nano_batches, plans in micro_batches
         ]
+
+    def _plan_trees(
+        self, documents: Documents, trees: DocumentTrees, number: int
+    ) -> PlannedMicroBatch:
+        """Plans a micro-batch whose documents share tokens.
+
+        Args:
+            documents: documents of the micro-batch.
+            trees: their nodes, which the plan numbers as documents.
+            number: number of the micro-batch in the global batch.
+
+        Raises:
+            ValueError: the options do not go together with trees.
+        """
+        scheduler = self._tree_scheduler
+        capacities = np.full(self.ranks, int(documents.lengths.sum()) // self.ranks, dtype=np.int64)
+        lengths, parents = trees.lengths, trees.numbered_parents
+        first, *others = self.masks.masks
+        plan = scheduler.plan(lengths, capacities, first, parents)
+        plans = [
+            plan,
+            *(scheduler.schedule(lengths, plan.placement, mask, parents) for mask in others),
+        ]
+        for each in plans if self.checks else ():
+            validate_plan(each)
+        nano_batches = [(NanoPlan(each),) for each in plans]
+        members = range(number, number + 1)
+        return PlannedMicroBatch(
+            (documents.nodes(),), nano_batches[0], members, (*nano_batches[1:],)
+        )
 
     def _part_loads(self, start: Int64s, end: Int64s) -> np.ndarray:
         """Returns the loads of parts of documents, whose queries see all tokens before them."""
@@ -342,6 +380,15 @@ class GlobalBatchPlanner:
         masks, cost_model = self.masks, self.config.cost_model
         each = [document_loads(lengths, mask, cost_model) for mask in masks.masks]
         return np.array(masks.counts()) @ np.stack(each)
+
+    def _loads_of_trees(self, trees: DocumentTrees) -> np.ndarray:
+        """Returns the loads of documents that are trees, as `_loads`, `[documents]`."""
+        masks, cost_model = self.masks, self.config.cost_model
+        each = [
+            document_loads(trees.lengths, mask, cost_model, trees.prefix) for mask in masks.masks
+        ]
+        of_nodes = np.array(masks.counts()) @ np.stack(each)
+        return np.bincount(trees.document, weights=of_nodes, minlength=len(trees.counts))
 
     def _work(self, lengths: Int64s) -> np.ndarray:
         """Returns the work of documents, attention and linear layers, in the unit of loads."""
@@ -401,6 +448,27 @@ class GlobalBatchPlanner:
     @cached_property
     def _scheduler(self) -> Scheduler:
         return make_scheduler(self.options.scheduler, self._stage_config)
+
+    @cached_property
+    def _tree_scheduler(self) -> TilesScheduler:
+        """Scheduler of documents that share tokens.
+
+        Raises:
+            ValueError: the options do not go together with trees.
+        """
+        options = self.options
+        for name, found in (
+            (f"the scheduler {options.scheduler}", options.scheduler != "tiles"),
+            ("a given placement", not options.free_placement),
+            ("nano-batches", options.ping_pong),
+            ("chains of micro-batches", options.chain > 1),
+            ("server pools", options.pool_size is not None),
+            ("a bound of buffers", self.config.max_buffer_bytes is not None),
+            ("chunked attention", any(m.attention_chunk is not None for m in self.masks.masks)),
+        ):
+            if found:
+                raise ValueError(f"documents that share tokens do not go together with {name}")
+        return TilesScheduler(self._stage_config)
 
     @cached_property
     def _tick_planner(self) -> TickPlanner:

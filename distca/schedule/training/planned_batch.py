@@ -22,6 +22,7 @@ from distca.plan.span import Floats, Int64s
 from distca.schedule.program import Pass
 from distca.schedule.training.nano_batches import NanoPlan
 from distca.schedule.training.tick_schedule import Tick, TickSchedule
+from distca.schedule.training.trees import DocumentTrees
 
 PADDING = -2
 """Start of a document that is padding, which is nowhere in the stream and has no loss. No token of
@@ -40,12 +41,36 @@ class Documents:
             `[documents]`.
         window_sizes: number of documents of each window, if they are in the order of the stream.
         micro_batches: number of micro-batches that share the documents.
+        trees: nodes of the documents; None: all have one node.
     """
 
     lengths: Int64s
     starts: Int64s
     window_sizes: tuple[int, ...] = ()
     micro_batches: int = 1
+    trees: DocumentTrees | None = None
+
+    def select(self, documents: Int64s) -> Documents:
+        """Returns some of the documents, by their numbers, which need not be in their windows."""
+        trees = None if self.trees is None else self.trees.select(documents)
+        return replace(
+            self,
+            lengths=self.lengths[documents],
+            starts=self.starts[documents],
+            window_sizes=(),
+            trees=trees,
+        )
+
+    def nodes(self) -> Documents:
+        """Returns the nodes of the documents as documents, with the tokens of their paths.
+
+        A node's first own token has the place of its path's length before it, so that
+        `stream_positions` finds own tokens alone.
+        """
+        trees = self.trees
+        assert trees is not None
+        starts = self.starts[trees.document] + trees.offsets - trees.prefix
+        return Documents(trees.lengths, starts)
 
     def stream_positions(self, document: Int64s, place: Int64s) -> Int64s:
         """Returns where tokens of documents are in the stream, `PADDING` for those of padding.

@@ -13,7 +13,8 @@ import numpy as np
 
 from distca.plan import LayerMasks, Placement, Plan, Tasks, validate_plan
 from distca.plan.span import Int64s
-from distca.schedule.base import ScheduleConfig, Scheduler
+from distca.schedule.base import ScheduleConfig
+from distca.schedule.chunks import OverChunks
 from distca.schedule.schedulers import BALANCING, make_scheduler
 from distca.schedule.tiles.scheduler import move_tiles
 from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, with_cached_prefixes
@@ -146,7 +147,7 @@ class TickPlanner:
 def join_stages(
     stages: Sequence[NanoPlan | None],
     servers: Int64s,
-    scheduler: Scheduler | None = None,
+    scheduler: OverChunks | None = None,
     move: Callable[[Plan], Plan] | None = None,
     world_size: int | None = None,
 ) -> Plan:
@@ -182,7 +183,7 @@ def join_stages(
         own = [None if s is None else with_earlier(s.plan, s.split_documents) for s in stages]
         return side_by_side(own, servers, world_size)
     together = side_by_side([None if s is None else s.plan for s in stages], servers, world_size)
-    plan = scheduler.schedule(together.lengths, together.placement, together.mask)
+    plan = scheduler.schedule(together.lengths, together.placement, together.mask, together.parents)
     split_documents, first_document = [], 0
     for stage, ranks in zip(stages, servers, strict=True):
         if stage is None:
@@ -198,7 +199,7 @@ def join_stages(
 def join_nano_batches(
     stages: Sequence[Sequence[NanoPlan] | None],
     servers: Int64s,
-    scheduler: Scheduler | None = None,
+    scheduler: OverChunks | None = None,
     move: Callable[[Plan], Plan] | None = None,
     world_size: int | None = None,
 ) -> tuple[Plan, ...]:
@@ -229,7 +230,7 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         servers: number of each of these ranks among all servers, int64 `[plans, ranks]`.
         world_size: number of all servers.
     """
-    lengths, cached_prefixes, placements, tasks = [], [], [], []
+    lengths, cached_prefixes, placements, tasks, parents = [], [], [], [], []
     first_document = 0
     working = [plan for plan in plans if plan is not None]
     for plan, ranks in zip(plans, servers, strict=True):
@@ -240,6 +241,8 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         cached_prefixes.append(
             np.zeros_like(plan.lengths) if plan.cached_prefix is None else plan.cached_prefix
         )
+        if plan.parents is not None:
+            parents.append(np.where(plan.parents < 0, -1, plan.parents + first_document))
         placements.append(
             Placement(
                 placement.document + first_document,
@@ -251,6 +254,7 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         )
         tasks.append(replace(own, document=own.document + first_document, server=ranks[own.server]))
         first_document += len(plan.lengths)
+    assert len(parents) in (0, len(working)), "plans with parents beside plans without"
     crosses = any(plan.cached_prefix is not None for plan in working)
     return replace(
         working[0],
@@ -259,4 +263,5 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         tasks=Tasks.concatenate(tasks),
         notes=tuple(note for plan in working for note in plan.notes),
         cached_prefix=np.concatenate(cached_prefixes) if crosses else None,
+        parents=np.concatenate(parents) if parents else None,
     )

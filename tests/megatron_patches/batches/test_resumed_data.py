@@ -164,3 +164,15 @@ def test_weights_alone_leave_no_place(caplog) -> None:
     saved = SAVED | {"consumed_train_samples": 0, "consumed_valid_samples": 0}
     assert resumed(saved, "--seq-length", "384") == [None, 0, 0]
     assert caplog.messages == []
+
+
+def test_sharing_or_no_longer_sharing_is_told(caplog) -> None:
+    shared = {"distca_share_prefixes": True}
+    resumed(SAVED | shared, "--seq-length", "256")
+    (message,) = caplog.messages
+    assert "the checkpoint's run was with --distca-share-prefixes" in message
+    flags = ["--sft", "--distca", "--distca-share-prefixes", "--no-distca-ping-pong"]
+    flags += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "folder"]
+    caplog.clear()
+    resumed(SAVED | shared | {"sft": True}, "--seq-length", "256", *flags)
+    assert caplog.messages == []

@@ -12,7 +12,7 @@ import pytest
 
 from distca.documents.chat import PROMPT_FORMATS
 from megatron_patches.batches.dataset_factory import open_source
-from megatron_patches.flags.config import DocumentsConfig
+from megatron_patches.flags.config import DistcaConfig, DocumentsConfig
 from support.arguments import parse
 from support.chats import save_tokenizer, some_conversations, write_lines
 
@@ -42,7 +42,7 @@ def test_tokens_and_masks_are_megatron_lm_s(folder, tmp_path, prompt_format: str
         pytest.skip("this Megatron-LM's SFTTokenizer cannot read what transformers 5 returns")
     lines = some_conversations(20)
     source = open_source(
-        DocumentsConfig(conversations=True),
+        DistcaConfig(documents=DocumentsConfig(conversations=True)),
         sft_arguments(folder, prompt_format),
         write_lines(tmp_path / "t.jsonl", lines),
         "train",

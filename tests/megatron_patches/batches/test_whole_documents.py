@@ -162,7 +162,7 @@ def test_one_s_own_documents_stand_for_all_splits() -> None:
     args, config = arguments(), whole(max_length=512)
     assert check_blends(config.documents, args, SPLITS).keys() == {"train", "valid"}
     check_documents(config, args, SPLITS)
-    source = open_source(config.documents, args, name_of(documents), "train")
+    source = open_source(config, args, name_of(documents), "train")
     assert source.lengths.tolist() == LENGTHS.tolist()
     with pytest.raises(ValueError, match=r"documents:documents has .* tokens, but at most 256"):
         check_documents(whole(), arguments(), SPLITS)

@@ -1,0 +1,94 @@
+"""Documents that are trees: conversations, or rollouts, that hold the tokens they share once.
+
+A *node* is a run of tokens. Its *path* is the tokens of its parent's path, and then its own. A
+token sees its own node up to itself, and all nodes above: what it would see if its path were a
+document.
+Plans number nodes as documents with parents (`Plan.parents`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca.plan.span import Int64s, expand_ranges
+
+
+@dataclass(frozen=True)
+class DocumentTrees:
+    """The nodes of documents, in the order of the documents.
+
+    The tokens of a document lie node by node, a parent before its children. An ordinary document
+    has one node.
+
+    Attributes:
+        counts: nodes of each document, int64 `[documents]`.
+        own_lengths: tokens of each node without those of its parent's path, int64 `[nodes]`.
+        parents: an earlier node of the same document, numbered from 0 in it, or -1, int64
+            `[nodes]`.
+    """
+
+    counts: Int64s
+    own_lengths: Int64s
+    parents: Int64s
+
+    @staticmethod
+    def of(documents: Sequence[tuple[Int64s, Int64s]]) -> DocumentTrees:
+        """Joins the own lengths and parents of each document's nodes."""
+        none = np.zeros(0, dtype=np.int64)
+        own_lengths, parents = zip(*documents, strict=True) if documents else ((), ())
+        return DocumentTrees(
+            np.array([len(each) for each in own_lengths], dtype=np.int64),
+            np.concatenate([none, *own_lengths]),
+            np.concatenate([none, *parents]),
+        )
+
+    @staticmethod
+    def joined(some: Sequence[DocumentTrees]) -> DocumentTrees:
+        """Joins the documents of several values, in turn."""
+        return DocumentTrees(
+            np.concatenate([each.counts for each in some]),
+            np.concatenate([each.own_lengths for each in some]),
+            np.concatenate([each.parents for each in some]),
+        )
+
+    def select(self, documents: Int64s) -> DocumentTrees:
+        """Returns some documents, by their numbers in any order."""
+        first = (np.cumsum(self.counts) - self.counts)[documents]
+        nodes = expand_ranges(first, self.counts[documents])
+        return DocumentTrees(self.counts[documents], self.own_lengths[nodes], self.parents[nodes])
+
+    @cached_property
+    def document(self) -> Int64s:
+        """Document of each node, `[nodes]`."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def numbered_parents(self) -> Int64s:
+        """Parent of each node, numbered over the nodes of all documents, or -1, `[nodes]`."""
+        first = (np.cumsum(self.counts) - self.counts)[self.document]
+        return np.where(self.parents < 0, -1, first + self.parents)
+
+    @cached_property
+    def lengths(self) -> Int64s:
+        """Tokens of each node's path, `[nodes]`."""
+        found: list[int] = []
+        columns = self.own_lengths.tolist(), self.numbered_parents.tolist()
+        for own, parent in zip(*columns, strict=True):
+            found.append(own if parent < 0 else own + found[parent])
+        return np.array(found, dtype=np.int64)
+
+    @property
+    def prefix(self) -> Int64s:
+        """Tokens of each node's path that are its parent's, `[nodes]`."""
+        return self.lengths - self.own_lengths
+
+    @cached_property
+    def offsets(self) -> Int64s:
+        """Place of each node's first own token in its document, `[nodes]`."""
+        before = np.cumsum(self.own_lengths) - self.own_lengths
+        first_nodes = np.cumsum(self.counts) - self.counts
+        return before - before[first_nodes][self.document]
