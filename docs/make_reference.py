@@ -55,7 +55,8 @@ Other pages say when to use which of DistCA's flags:
 | fewer launches by the CPU | `--distca-cuda-graphs` | [performance](performance.md#cuda-graphs) |
 | a timeline | `--distca-trace`, `--distca-trace-iterations` | [timeline](timeline.md) |
 | documents | `--distca-max-document-length`, `--distca-whole-documents`, \
-`--distca-documents` | [concepts](concepts.md#windows), [fine-tuning](fine_tuning.md) |
+`--distca-documents`, `--distca-share-prefixes` | [concepts](concepts.md#windows), \
+[fine-tuning](fine_tuning.md) |
 
 Flags of `pretrain_gpt.py`: those here are DistCA's own. All others are Megatron-LM's, which its
 `--help` lists; [refusals](refusals.md) says which of them are refused.

@@ -115,7 +115,7 @@ def test_what_is_shared_is_held_once() -> None:
     assert source.saved == pytest.approx(750 / 352)
     assert source.place(0) == "t.jsonl, line 1: a conversation"
     # Two have room.
-    two = SharedConversations(conversations(lines), 302)
+    two = SharedConversations(conversations(lines), 310)
     assert two.lengths.tolist() == [199 + 2 * 51, 250]
     assert two.place(1) == "t.jsonl, line 3: a conversation"
 
