@@ -18,6 +18,7 @@ from tqdm import tqdm
 from mutation.copies import PACKAGES, files_of
 from mutation.covering import Covering
 from mutation.explained import read_explained, report
+from mutation.near import near_tests
 from mutation.running import run
 from mutation.sampling import sample
 
@@ -45,10 +46,13 @@ def main(arguments: list[str] | None = None, root: Path = Path(__file__).parents
         parser.error(f"--code: {', '.join(options.code)}: no code there, from the top folder")
     if unknown := sorted({*test_files} - {*every}):
         parser.error(f"--tests: {', '.join(unknown)}: no files of tests, from the top folder")
+    if options.near:
+        test_files = near_tests(root, test_files, code, files)
     folder = root / "build" / "mutation"
     folder.mkdir(parents=True, exist_ok=True)
     # A mutant that some tests do not notice may be noticed by others.
-    digest = hashlib.sha256(f"{options.seed} {options.evenly} {options.tests}".encode())
+    asked = options.tests, options.near
+    digest = hashlib.sha256(f"{options.seed} {options.evenly} {asked}".encode())
     for name in code:
         digest.update(f"{name}\n".encode() + (root / name).read_bytes())
     session = folder / f"{digest.hexdigest()[:16]}.sqlite"
@@ -105,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="FILE",
         help="test files to ask (default: all of them)",
+    )
+    parser.add_argument(
+        "--near",
+        action="store_true",
+        help="ask only test files that lie as the code does that is mutated, and import it",
     )
     parser.add_argument(
         "--code",

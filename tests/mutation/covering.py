@@ -18,6 +18,7 @@ import coverage
 from tqdm import tqdm
 
 from mutation.copies import Copy, copied, files_of
+from mutation.near import nearness
 
 _QUICK_SECONDS = 2.0
 """What the quick tests of a file take together."""
@@ -170,7 +171,7 @@ def in_order(found: Iterable[Asked], path: str) -> list[Asked]:
     """Sorts tests of a file's lines: quick ones first, then those of the same folder."""
 
     def order(asked: Asked) -> tuple[bool, int, float]:
-        return not asked.is_quick, -_nearness(asked.names[0], path), asked.seconds
+        return not asked.is_quick, -nearness(asked.names[0], path), asked.seconds
 
     return sorted(found, key=order)
 
@@ -191,13 +192,3 @@ def _outcomes(test_file: str, report: Path) -> tuple[dict[str, float], list[str]
         elif "skipped" not in outcomes:
             seconds[function] = seconds.get(function, 0.0) + float(case.attrib["time"])
     return seconds, failing
-
-
-def _nearness(test: str, path: str) -> int:
-    """Returns how many folders a test file and a file share: `tests/plan` and `distca/plan`."""
-    near = Path(test.partition("::")[0]).parts[1:-1]
-    for folders in (Path(path).parts[:-1], Path(path).parts[1:-1]):
-        shared = [mine == its for mine, its in zip(near, folders, strict=False)]
-        if shared and shared[0]:
-            return shared.index(False) if False in shared else len(shared)
-    return 0

@@ -90,7 +90,11 @@ def _places(
 
 
 def _is_program(source: str, mutation: MutationSpec) -> bool:
-    mutated = mutate_code(source, get_operator(mutation.operator_name)(), mutation.occurrence)
+    try:
+        mutated = mutate_code(source, get_operator(mutation.operator_name)(), mutation.occurrence)
+    except AttributeError:
+        # cosmic-ray's replacer of exceptions knows no dotted names.
+        return False
     try:
         return mutated is not None and ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
     except SyntaxError:

@@ -17,6 +17,7 @@ from mutation import running
 from mutation.copies import copied, files_of
 from mutation.covering import Asked, Covering, in_order
 from mutation.explained import Explained, outdated, read_explained, report
+from mutation.near import near_tests
 from mutation.running import choose, run
 from mutation.sampling import sample, without_effect
 
@@ -166,6 +167,13 @@ def test_the_newest_files_come_first_and_uncommitted_ones_before_them(tmp_path):
 def test_code_without_effect_is_no_place(source, idle):
     ranges = sorted(without_effect(source))
     assert [source[begin:end] for (_, begin), (_, end) in ranges] == idle
+
+
+def test_exceptions_of_another_module_are_left_alone(tmp_path):
+    source = "import a\ntry:\n    b = 1 + 1\nexcept (a.b.C, a.D):\n    pass\n"
+    (tmp_path / "new.py").write_text(source)
+    lines = {item.mutations[0].start_pos[0] for item in sample(tmp_path, ["new.py"], seed=0)}
+    assert lines == {3}
 
 
 def test_a_mutant_changes_the_copy_alone_and_the_copy_is_what_is_imported(root):
@@ -322,6 +330,42 @@ def test_code_of_some_folders_alone_is_mutated(root, monkeypatch):
         names = {str(mutant.module_path) for item in ran for mutant in item.mutations}
         assert names == ({ROOMS} if code != ["distca/__init__.py"] else set())
         ran.clear()
+
+
+def test_test_files_near_code_are_found(tmp_path):
+    sources = {
+        "distca/__init__.py": "",
+        "distca/a/rooms.py": "from distca.b import doors",
+        "distca/b/doors.py": "",
+        "distca/a/roof.py": "",
+        "tests/support/houses.py": "def build():\n    import distca.a.rooms",
+        "tests/a/test_a.py": "from distca.a.rooms import area",
+        "tests/b/test_b.py": "from support import houses",
+        "tests/a/test_c.py": "from distca.a import roof",
+        "tests/a/test_d.py": "import os",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    tests = [name for name in sources if "test_" in name]
+    for code, letters in (("b/doors", "b"), ("a/rooms", "a"), ("a/roof", "c")):
+        found = near_tests(tmp_path, tests, [f"distca/{code}.py"], sources)
+        assert [name[-4] for name in found] == [*letters]
+    both = ["distca/a/rooms.py", "distca/b/doors.py"]
+    assert [name[-4] for name in near_tests(tmp_path, tests, both, sources)] == ["a", "b"]
+
+
+def test_only_near_tests_are_recorded(root, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(mutation, "run", lambda *_: ())
+    monkeypatch.setattr(
+        mutation, "Covering", lambda *found: recorded.append(found[2]) or type("", (), {"tests": 0})
+    )
+    monkeypatch.setattr(mutation, "near_tests", lambda root, tests, *_: tests[1:])
+    mutation.main(["--mutants", "0", "--near"], root)
+    mutation.main(["--mutants", "0"], root)
+    tests = ["tests/rooms/test_rooms.py", "tests/test_doors.py"]
+    assert recorded == [tests[1:], tests]
 
 
 @pytest.mark.parametrize(
