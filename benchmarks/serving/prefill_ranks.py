@@ -41,7 +41,7 @@ from distca.prefill.facts import model_facts
 from distca.prefill.front import Front
 from distca.prefill.messages import Hello, Welcome
 from distca.prefill.ranks import PrefillRank
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from distca.schedule.serving.partitions import Chain
 
 STRATEGIES = ("pass-kv", "pass-q", "sp-ntp", "runahead")

@@ -29,7 +29,7 @@ to hide.
 
 If a rank dies, the exchanges of the others fail, after `step_timeout` at the latest, and torchrun
 ends them all. What an abort or a death means for keys and values on their way to another engine is
-in `distca/schedule/serving/cdsp/handoff.py`.
+in `distca/schedule/serving/handoff/protocol.py`.
 
 Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the plans
 (`LLM.bytes_planned`). Tests hold the two together.

@@ -10,5 +10,5 @@ to an engine's `inbox`: NIXL (`nixl`) writes them into the engine's memory, or t
 over TCP. `heads` says which rank sends which heads, and `assembly` puts them together.
 Between two of its steps the engine calls `PrefillClient.poll`, which gives it the rows that have
 come, and says which prompts have ended. Who may write and read what, and what happens when either
-side ends, is `distca.schedule.serving.cdsp.handoff`.
+side ends, is `distca.schedule.serving.handoff.protocol`.
 """

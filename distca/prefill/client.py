@@ -43,9 +43,8 @@ from distca.prefill.messages import (
     message_of,
 )
 from distca.prefill.nixl import NixlAgent, NixlError
-from distca.schedule.serving.cdsp import Receiver, receive
-from distca.schedule.serving.cdsp import handoff as hand
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff import Receiver, protocol, receive
+from distca.schedule.serving.handoff.protocol import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -221,17 +220,17 @@ class PrefillClient:
         chunks = -(-(len(tokens) - start) // welcome.chunk)
         self._chunks[transfer] = start, welcome.chunk
         self._send(Prefill(transfer, list(tokens), start, priority, salt))
-        self._apply(hand.Begin(transfer, chunks, welcome.layers, 0))
+        self._apply(protocol.Begin(transfer, chunks, welcome.layers, 0))
         for chunk in range(chunks):
             # The blocks of the whole prompt are there, so all of it may be sent at once: nobody
             # waits until a chunk is offered.
-            self._apply(hand.Offer(transfer, chunk))
+            self._apply(protocol.Offer(transfer, chunk))
         self._wake.set()
 
     def cancel(self, transfer: Transfer) -> None:
         """Ends a prompt: none of its rows are given out from now on."""
         if transfer in self._receiver.incoming:
-            self._apply(hand.Cancel(transfer))
+            self._apply(protocol.Cancel(transfer))
             self._tell(transfer, "cancelled", "cancelled")
 
     def poll(self, seconds: float = 0.0) -> list[Ended]:
@@ -281,9 +280,9 @@ class PrefillClient:
         self._beat_due = now + self._lease / _BEATS_A_LEASE
         self._send(self._hello if self.welcome is None else Ping())
         # No time passes for this one, so it only says that prompts are waited for.
-        _, actions = receive(self._receiver, hand.Tick(), -math.inf)
+        _, actions = receive(self._receiver, protocol.Tick(), -math.inf)
         for action in actions:
-            assert isinstance(action, hand.Send), "a lease cannot end"
+            assert isinstance(action, protocol.Send), "a lease cannot end"
             self._send(message_of(action.message))
 
     def _fetch(self, seconds: float) -> None:
@@ -349,7 +348,7 @@ class PrefillClient:
                 if message.reason:
                     logger.warning("the prefill ranks refuse a prompt: %s", message.reason)
                 event = event_of(message)
-                assert isinstance(event, hand.Drained | hand.Beat), "what a sender says"
+                assert isinstance(event, protocol.Drained | protocol.Beat), "what a sender says"
                 self._apply(event, came)
             elif isinstance(message, Welcome | Unknown):
                 self._lose("the prefill ranks have started again")
@@ -364,13 +363,13 @@ class PrefillClient:
         with self._lock:
             for each in landed:
                 each.done()
-        self._apply(hand.Tick())
+        self._apply(protocol.Tick())
 
     def _lose(self, reason: str) -> None:
         """Ends all prompts that are under way."""
         for transfer in list(self._receiver.incoming):
             self._tell(transfer, reason)
-            self._apply(hand.Drained(transfer))
+            self._apply(protocol.Drained(transfer))
 
     def _land(self, arrival: Arrival, came: float) -> None:
         """Gives rows out, unless their prompt has ended."""
@@ -398,7 +397,7 @@ class PrefillClient:
             self._on_rows(rows.transfer, rows.layer, first + whole, keys, values)
         if there.complete:
             self._arrived[layer] = None
-            self._apply(hand.Landed(*layer), came)
+            self._apply(protocol.Landed(*layer), came)
 
     def _land_at(self, welcome: Welcome) -> None:
         """Makes memory for rows that come by NIXL, and tells the front of it. With the lock."""
@@ -420,7 +419,7 @@ class PrefillClient:
         if landing is not None:
             landing.close()
 
-    def _apply(self, event: hand.ReceiverEvent, came: float | None = None) -> None:
+    def _apply(self, event: protocol.ReceiverEvent, came: float | None = None) -> None:
         """Applies an event to the receiving side, and does what it asks for.
 
         Args:
@@ -432,18 +431,18 @@ class PrefillClient:
             self._receiver, actions = receive(self._receiver, event, now)
         for action in actions:
             match action:
-                case hand.Send(message):
+                case protocol.Send(message):
                     # Beats are the thread's.
-                    if not isinstance(message, hand.Beat):
+                    if not isinstance(message, protocol.Beat):
                         self._send(message_of(message))
-                case hand.Start(transfer):
+                case protocol.Start(transfer):
                     # All rows are written: nothing is left to do here.
-                    self._apply(hand.Started(transfer))
-                    self._apply(hand.Finish(transfer))
-                case hand.Fence(transfer):
+                    self._apply(protocol.Started(transfer))
+                    self._apply(protocol.Finish(transfer))
+                case protocol.Fence(transfer):
                     # Rows that come later are dropped, since this process writes them itself.
-                    self._apply(hand.Fenced(transfer))
-                case hand.Free(transfer, _, reason):
+                    self._apply(protocol.Fenced(transfer))
+                case protocol.Free(transfer, _, reason):
                     for layer in [each for each in self._arrived if each[0] == transfer]:
                         del self._arrived[layer]
                     self._chunks.pop(transfer, None)

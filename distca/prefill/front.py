@@ -36,15 +36,15 @@ from distca.prefill.messages import (
     Unknown,
     Welcome,
 )
-from distca.schedule.serving.cdsp import handoff as hand
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff import protocol
+from distca.schedule.serving.handoff.protocol import Transfer
 
 logger = logging.getLogger(__name__)
 
 _BEATS_A_LEASE = 4
 _LEASES_KEPT = 10
 """Leases without a word after which a process of an engine is forgotten."""
-_NEEDS_ALL = {hand.Grant.__name__, hand.Received.__name__}
+_NEEDS_ALL = {protocol.Grant.__name__, protocol.Received.__name__}
 """Events that count once all processes of an engine have told them."""
 
 _SAID = {"nixl": "NIXL", "tcp": "TCP"}
@@ -173,7 +173,7 @@ class Front:
         if now >= self._beat_due:
             self._beat_due = now + self._lease / _BEATS_A_LEASE
             for number in self._keys:
-                self.say(number, hand.Beat.__name__)
+                self.say(number, protocol.Beat.__name__)
             late = [
                 key
                 for key, each in self._asked.items()
@@ -301,8 +301,8 @@ class Front:
         asked = self._asked.get((peer.engine, event.transfer))
         if asked is None:
             # It has ended, or was lost: nothing of it is under way.
-            if event.kind in (hand.Abort.__name__, hand.Beat.__name__):
-                self._say(identity, Event(hand.Drained.__name__, event.transfer))
+            if event.kind in (protocol.Abort.__name__, protocol.Beat.__name__):
+                self._say(identity, Event(protocol.Drained.__name__, event.transfer))
             return
         if event.kind in _NEEDS_ALL:
             asked.told[event.kind, event.chunk] += 1

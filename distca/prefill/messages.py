@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import msgspec
 
 from distca.inference.messages import Message
-from distca.schedule.serving.cdsp import handoff
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff import protocol
+from distca.schedule.serving.handoff.protocol import Transfer
 
 PROTOCOL = 3
 """Version of these messages."""
@@ -101,7 +101,7 @@ class Event(Message, frozen=True):
     """A message of the hand-off.
 
     Attributes:
-        kind: name of its class in `distca.schedule.serving.cdsp.handoff`.
+        kind: name of its class in `distca.schedule.serving.handoff.protocol`.
         transfer: the engine's number, and epoch.
         chunk: chunk that it is about; -1: all.
         reason: why, if it ends the transfer.
@@ -286,21 +286,21 @@ class Agreed(Message, frozen=True):
 ToFront = Hello | Landing | Prefill | Event | Ping
 ToClient = Welcome | Refusal | Unknown | Pong | Event
 
-_WITH_CHUNK = {each.__name__: each for each in (handoff.Grant, handoff.Received)}
-_WITHOUT = {each.__name__: each for each in (handoff.Beat, handoff.Drained)}
+_WITH_CHUNK = {each.__name__: each for each in (protocol.Grant, protocol.Received)}
+_WITHOUT = {each.__name__: each for each in (protocol.Beat, protocol.Drained)}
 
 
-def event_of(message: Event) -> handoff.ToSender | handoff.ToReceiver:
+def event_of(message: Event) -> protocol.ToSender | protocol.ToReceiver:
     """Returns the event of the hand-off that a message tells."""
     if message.kind in _WITH_CHUNK:
         return _WITH_CHUNK[message.kind](message.transfer, message.chunk)
     if message.kind in _WITHOUT:
         return _WITHOUT[message.kind](message.transfer)
-    assert message.kind == handoff.Abort.__name__, message.kind
-    return handoff.Abort(message.transfer, message.reason)
+    assert message.kind == protocol.Abort.__name__, message.kind
+    return protocol.Abort(message.transfer, message.reason)
 
 
-def message_of(event: handoff.ToSender | handoff.ToReceiver) -> Event:
+def message_of(event: protocol.ToSender | protocol.ToReceiver) -> Event:
     """Returns an event of the hand-off as a message."""
     chunk, reason = getattr(event, "chunk", -1), getattr(event, "reason", "")
     return Event(type(event).__name__, event.transfer, chunk, reason)

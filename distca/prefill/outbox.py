@@ -21,7 +21,7 @@ import zmq
 from distca.inference.messages import decoder, encode
 from distca.prefill.messages import InSlot, Landing, Receiving, Rows, SlotFree
 from distca.prefill.nixl import NixlAgent, NixlError, slot_rows
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 
 logger = logging.getLogger(__name__)
 

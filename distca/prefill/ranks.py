@@ -41,9 +41,8 @@ from distca.prefill.messages import (
 )
 from distca.prefill.nixl import NixlAgent, NixlError
 from distca.prefill.outbox import Outbox
-from distca.schedule.serving.cdsp import Sender, send
-from distca.schedule.serving.cdsp import handoff as hand
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff import Sender, protocol, send
+from distca.schedule.serving.handoff.protocol import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -272,9 +271,9 @@ class PrefillRank:
                 self._leave(message.inbox)
             else:
                 event = event_of(message.event)
-                assert isinstance(event, hand.ToSender), "what a receiver says"
+                assert isinstance(event, protocol.ToSender), "what a receiver says"
                 self._apply(event)
-        self._apply(hand.Tick())
+        self._apply(protocol.Tick())
 
     def _join(self, join: Join) -> None:
         prefill, number = join.prefill, join.number
@@ -297,22 +296,24 @@ class PrefillRank:
             )
         except ValueError as error:
             if self._front is not None:
-                self._front.say(number, hand.Drained.__name__, str(error))
+                self._front.say(number, protocol.Drained.__name__, str(error))
                 self._front.forget(number)
             return
         prompt = _Prompt(prefill, join.receiving, self._chunk, [0] * self._layers)
         self._prompts[number] = prompt
         transfer = Transfer(number)
-        self._apply(hand.Begin(transfer, prompt.chunks, self._layers, 0))
+        self._apply(protocol.Begin(transfer, prompt.chunks, self._layers, 0))
         for chunk in range(prompt.chunks):
             # Engines have blocks for all of it, and don't wait for offers.
-            self._apply(hand.Dispatched(transfer, chunk))
+            self._apply(protocol.Dispatched(transfer, chunk))
 
     def _leave(self, inbox: str) -> None:
         """Ends the prompts of a process that is not connected any more."""
         for number, prompt in list(self._prompts.items()):
             if any(each.inbox == inbox for each in prompt.receiving):
-                self._apply(hand.Abort(Transfer(number), "the engine is not connected any more"))
+                self._apply(
+                    protocol.Abort(Transfer(number), "the engine is not connected any more")
+                )
         self._outbox.disconnect(inbox)
 
     # Iterations.
@@ -350,28 +351,28 @@ class PrefillRank:
             return
         first, prompt.computed[layer] = prompt.computed[layer], prompt.computed_until(end)
         for chunk in range(first, prompt.computed[layer]):
-            self._apply(hand.Computed(Transfer(number), chunk, layer))
+            self._apply(protocol.Computed(Transfer(number), chunk, layer))
 
     # The hand-off.
 
-    def _apply(self, event: hand.SenderEvent) -> None:
+    def _apply(self, event: protocol.SenderEvent) -> None:
         """Applies an event to the sending side, and does what it asks for."""
         self._sender, actions = send(self._sender, event, self._now)
         for action in actions:
             match action:
-                case hand.Write(transfer, chunk, layer):
+                case protocol.Write(transfer, chunk, layer):
                     self._write(transfer.request, chunk, layer)
                     # What is sent later has its own copy.
-                    self._apply(hand.Written(transfer, chunk, layer))
-                case hand.Send(hand.Drained(transfer)):
+                    self._apply(protocol.Written(transfer, chunk, layer))
+                case protocol.Send(protocol.Drained(transfer)):
                     if self._front is not None:
-                        self._front.say(transfer.request, hand.Drained.__name__)
-                case hand.Fence(transfer):
+                        self._front.say(transfer.request, protocol.Drained.__name__)
+                case protocol.Fence(transfer):
                     logger.warning("an engine is silent: a prompt is given up")
                     if self._front is not None:
                         self._front.give_up(transfer.request)
-                    self._apply(hand.Fenced(transfer))
-                case hand.Free(transfer, _, reason):
+                    self._apply(protocol.Fenced(transfer))
+                case protocol.Free(transfer, _, reason):
                     self._free(transfer.request, reason)
 
     def _write(self, number: int, chunk: int, layer: int) -> None:

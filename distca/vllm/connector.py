@@ -26,7 +26,7 @@ from distca.plan.span import Int64s
 from distca.prefill.client import PrefillClient
 from distca.prefill.facts import frequencies_of_vllm, model_facts, model_folder
 from distca.prefill.messages import Hello
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from distca.vllm.families import quantization
 from distca.vllm.settings import Settings, checked_settings
 from distca.vllm.stats import PrefillMetrics, PrefillStats

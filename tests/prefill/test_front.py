@@ -26,7 +26,7 @@ from distca.prefill.messages import (
     Unknown,
     Welcome,
 )
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from support.prefills import free_address, in_background
 
 FACTS = {"dtype": "float32"}

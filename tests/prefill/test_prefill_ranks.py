@@ -18,7 +18,7 @@ from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts,
 from distca.prefill.messages import TransferChoice
 from distca.prefill.nixl import NixlError
 from distca.prefill.ranks import PrefillRank
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from support.prefills import (
     BY_EACH,
     CHUNK,

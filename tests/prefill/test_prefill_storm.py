@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from support.prefills import (
     BY_EACH,
     Reader,

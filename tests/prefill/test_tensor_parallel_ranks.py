@@ -12,9 +12,9 @@ import torch
 from distca.commands.main import main
 from distca.cost.link import Links
 from distca.prefill.client import HandshakeError
-from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
+from distca.schedule.serving.handoff.protocol import Transfer
 from distca.schedule.serving.partitions import Chain
 from support.prefills import (
     CHUNK,

@@ -16,7 +16,7 @@ from distca.prefill.inbox import Arrival, NixlLanding, RowForm, TcpInbox
 from distca.prefill.messages import Hello, Join, Left, Receiving, Rows, TransferName, Welcome
 from distca.prefill.nixl import NixlAgent, NixlError
 from distca.prefill.outbox import Outbox
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from support.prefills import NEEDS_NIXL
 
 FORM = RowForm(range(2), 4, torch.float32)

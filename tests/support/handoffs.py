@@ -13,8 +13,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from distca.schedule.serving.cdsp import Receiver, Sender, receive, send
-from distca.schedule.serving.cdsp.handoff import (
+from distca.schedule.serving.handoff import Receiver, Sender, receive, send
+from distca.schedule.serving.handoff.protocol import (
     Action,
     Beat,
     Begin,

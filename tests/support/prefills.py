@@ -29,7 +29,7 @@ from distca.prefill.messages import Hello, TransferChoice, Welcome
 from distca.prefill.ranks import PrefillCounts, PrefillRank
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from support.small_models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]

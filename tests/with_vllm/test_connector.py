@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
 
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from support.byte_tokenizer import chat_tokenizer
 from support.prefills import Reader, free_address, prompt
 from support.small_models import save_small_model

@@ -9,8 +9,7 @@
 * strategies: `steps.py` and `rings.py` keys or queries in rings, `partitions.py` chains,
   `csps/` sparse levels, head scatter, row sharing, `cdsp/` groups of ranks that grow;
   `selection.py` chooses among them;
-* `cdsp/handoff.py`, `sender.py`, `receiver.py`: the hand-off of a prompt's keys and values, and
-  what an abort during it does.
+* `handoff/`: the hand-off of a prompt's keys and values, and what an abort during it does.
 
 To add a strategy of prefills: name it in `steps.py` (`Strategy`), make its plan there (`step_plan`)
 or in a file of its own, as `rings.py` does, and give it a flag's value in

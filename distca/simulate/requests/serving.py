@@ -23,14 +23,9 @@ from functools import partial
 from typing import cast
 
 from distca.schedule.serving.blocks import BlockPool, Blocks
-from distca.schedule.serving.cdsp import (
-    ImprovementRates,
-    Receiver,
-    Sender,
-    receive,
-    send,
-)
-from distca.schedule.serving.cdsp.handoff import (
+from distca.schedule.serving.cdsp import ImprovementRates
+from distca.schedule.serving.handoff import Receiver, Sender, receive, send
+from distca.schedule.serving.handoff.protocol import (
     Action,
     Begin,
     Computed,

@@ -14,7 +14,7 @@ import torch
 from distca.prefill.inbox import RowForm, TcpInbox
 from distca.prefill.messages import Receiving, Rows
 from distca.prefill.outbox import Outbox
-from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.schedule.serving.handoff.protocol import Transfer
 from support.simgpu import cuda
 from support.simgpu.races import count, races
 

@@ -1,12 +1,10 @@
-"""Chunkwise dynamic sequence parallelism (Tetris), and the hand-off of keys and values.
+"""Chunkwise dynamic sequence parallelism (Tetris): groups of ranks that grow.
 
 * who prefills: `chunks.py` has Algorithms 1 to 3, `groups.py` the choice of ranks, `strategies.py`
   what these are compared with, `growing.py` what the scheduler calls, `pieces.py` chunks cut
   between blocks;
 * what they go by: `latency.py` seconds of a prefill, `published.py` those of the paper, `load.py`
-  improvement rates by arrivals;
-* the hand-off from prefill ranks to an engine: `handoff.py` values and messages, `sender.py` and
-  `receiver.py` its two sides, and what an abort during it does.
+  improvement rates by arrivals.
 
 All are pure functions of values.
 """
@@ -15,8 +13,6 @@ from distca.schedule.serving.cdsp.chunks import Chunk, PrefillPlan, Search, plan
 from distca.schedule.serving.cdsp.latency import Coefficients, Prefill, PrefillModel, PrefillTimes
 from distca.schedule.serving.cdsp.load import ImprovementRates, Load, least_by_rate
 from distca.schedule.serving.cdsp.published import TABLE_1, published_model
-from distca.schedule.serving.cdsp.receiver import Receiver, receive
-from distca.schedule.serving.cdsp.sender import Sender, send
 from distca.schedule.serving.cdsp.strategies import LOAD_AWARE, PREFILL_STRATEGIES, GroupStrategy
 
 __all__ = [
@@ -32,12 +28,8 @@ __all__ = [
     "PrefillModel",
     "PrefillPlan",
     "PrefillTimes",
-    "Receiver",
     "Search",
-    "Sender",
     "least_by_rate",
     "plan_prefill",
     "published_model",
-    "receive",
-    "send",
 ]

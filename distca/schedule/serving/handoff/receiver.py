@@ -1,4 +1,4 @@
-"""Decode side of the hand-off, as `handoff` describes it."""
+"""Decode side of the hand-off, as `protocol` describes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from distca.schedule.serving.cdsp.handoff import (
+from distca.schedule.serving.handoff.protocol import (
     Abort,
     Action,
     Beat,

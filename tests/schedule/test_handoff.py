@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distca.schedule.serving.cdsp import Receiver, Sender, receive, receiver, send, sender
-from distca.schedule.serving.cdsp.handoff import (
+from distca.schedule.serving.handoff import Receiver, Sender, receive, receiver, send, sender
+from distca.schedule.serving.handoff.protocol import (
     Abort,
     Beat,
     Begin,
