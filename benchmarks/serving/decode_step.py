@@ -33,15 +33,8 @@ from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from distca.inference.engine import Engine, Iteration
-from distca.inference.messages import (
-    AddRequest,
-    ExecuteBatch,
-    ModelOutput,
-    SampledToken,
-    decoder,
-    encode,
-)
+from distca.inference.engine import Engine
+from distca.inference.messages import AddRequest, Iteration, ModelOutput, SampledToken
 from distca.inference.sampling import SamplingParams
 from distca.plan import Mask
 from distca.plan.span import Int64s
@@ -49,6 +42,7 @@ from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving.batches import Batch
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.scheduled import SchedulerOutput
 
 SHAPE = AttentionShape(heads=2, kv_heads=1, head_dim=4, dtype_bytes=2)
 MASKS = (Mask(), Mask(4095))
@@ -104,7 +98,6 @@ class Decoding:
             CacheConfig(size, None, prefix_caching=False),
         )
         self.engine = Engine(config, self.blocks)
-        self._read = decoder(ExecuteBatch)
         self._owners: dict[int, Int64s] = {}
         device = torch.device("cpu")
         core = CoreAttention(
@@ -132,38 +125,38 @@ class Decoding:
         return begun
 
     def _end(self, begun: Iteration) -> None:
-        chosen = [SampledToken(feed.number, 7, None) for feed in begun.batch.feed]
+        chosen = [SampledToken(feed.sequence, 7, None) for feed in begun.batch.feeds]
         self.engine.finish({0: ModelOutput(chosen, 0)})
 
-    def plan(self) -> bytes:
-        """Does the engine's part of a step; returns what is sent."""
+    def plan(self) -> SchedulerOutput:
+        """Does the engine's part of a step; returns what is fed."""
         begun = self._begin()
-        message = encode(begun.batch)
         self._end(begun)
-        return message
+        return begun.batch
 
     def _take_in(
-        self, batch: ExecuteBatch
+        self, batch: SchedulerOutput
     ) -> tuple[list[BatchEntry], dict[tuple[int, int], list[int]]]:
         """Takes in what is fed; returns it, and the blocks that it adds to this rank."""
         entries, added = [], dict[tuple[int, int], list[int]]()
-        for feed in batch.feed:
-            owners = self._owners.get(feed.number, np.zeros(0, dtype=np.int64))
-            if feed.ranks:
-                owners = self._owners[feed.number] = np.append(owners, feed.ranks)
-                for rank, block in zip(feed.ranks, feed.blocks, strict=True):
-                    added.setdefault((feed.number, rank), []).append(block)
-            entries.append(BatchEntry(feed.number, feed.start, feed.count, owners))
+        for feed in batch.feeds:
+            owners = self._owners.get(feed.sequence, np.zeros(0, dtype=np.int64))
+            if feed.new_blocks:
+                ranks = [block.rank for block in feed.new_blocks]
+                owners = self._owners[feed.sequence] = np.append(owners, ranks)
+                for rank, block in feed.new_blocks:
+                    added.setdefault((feed.sequence, rank), []).append(block)
+            entries.append(BatchEntry(feed.sequence, feed.start, feed.count, owners))
         return entries, added
 
-    def build(self, message: bytes) -> ForwardContext:
+    def build(self, batch: SchedulerOutput) -> ForwardContext:
         """Does a rank's part of a step but for its layers."""
-        setting, batch = self.setting, self._read.decode(message)
+        setting = self.setting
         entries, added = self._take_in(batch)
         plan = plan_iteration(entries, MASKS, setting.block_size, setting.ranks, "pass-q")
         assert plan.decode is not None, "a step that decodes"
         run = self.steps.begin(Batch((plan.decode,), added))
-        tokens = {feed.number: [feed.token] for feed in batch.feed}
+        tokens = {feed.sequence: [7] for feed in batch.feeds}
         new = run.new
         for values in (new.ids(tokens), new.positions, np.array([*new.last().values()])):
             torch.from_numpy(values)
@@ -181,12 +174,11 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Found:
-    """Milliseconds of CPU time, the fastest and the median; bytes sent; operations of torch."""
+    """Milliseconds of CPU time, the fastest and the median; operations of torch."""
 
     engine: tuple[float, float]
     rank: tuple[float, float]
     layers: tuple[float, float]
-    bytes_a_sequence: float
     operations: int
 
 
@@ -203,14 +195,14 @@ def measure(setting: Setting, repetitions: int) -> Found:
 
     gc.disable()
     for _ in range(repetitions):
-        message = timed("engine", decoding.plan)
-        run = timed("rank", lambda sent=message: decoding.build(sent))
+        batch = timed("engine", decoding.plan)
+        run = timed("rank", lambda fed=batch: decoding.build(fed))
         timed("layers", lambda of=run: [decoding.layer(of, layer) for layer in range(len(MASKS))])
     gc.enable()
-    message = decoding.plan()
-    counted = operations(lambda: decoding.layer(decoding.build(message), 0)).all
+    batch = decoding.plan()
+    counted = operations(lambda: decoding.layer(decoding.build(batch), 0)).all
     times = {name: (min(each), statistics.median(each)) for name, each in taken.items()}
-    return Found(**times, bytes_a_sequence=len(message) / setting.sequences, operations=counted)
+    return Found(**times, operations=counted)
 
 
 def main() -> int:
@@ -232,17 +224,14 @@ def main() -> int:
         f"{options.repetitions} steps",
         "",
         "| cached tokens | stripe | engine, ms | each rank, ms | both layers' attention, ms | "
-        "bytes sent a sequence | torch's operations with one layer |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "torch's operations with one layer |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for tokens in options.tokens:
         for stripe in options.stripes:
             found = measure(Setting(tokens=tokens, stripe=stripe), options.repetitions)
             times = (f"{a:.2f} ({b:.2f})" for a, b in (found.engine, found.rank, found.layers))
-            lines.append(
-                f"| {tokens:,} | {stripe} | {' | '.join(times)} | {found.bytes_a_sequence:.0f} | "
-                f"{found.operations} |"
-            )
+            lines.append(f"| {tokens:,} | {stripe} | {' | '.join(times)} | {found.operations} |")
     text = "\n".join(lines) + "\n"
     sys.stdout.write(text)
     if options.output is not None:

@@ -13,33 +13,18 @@ from dataclasses import dataclass
 from distca.inference.config import EngineConfig
 from distca.inference.messages import (
     AddRequest,
-    ExecuteBatch,
+    Iteration,
     ModelOutput,
-    Moved,
-    NewRequest,
     Output,
     SampledToken,
-    ScheduledRequest,
 )
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.scheduled import BlockRanks, ScheduledTokens, SchedulerOutput
+from distca.schedule.serving.request import Request
+from distca.schedule.serving.scheduled import BlockRanks, SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """An iteration that all workers run.
-
-    Attributes:
-        batch: what is fed, and which blocks it adds.
-        members: processes that have a part in it; the others may be told of it later.
-    """
-
-    batch: ExecuteBatch
-    members: Collection[int]
 
 
 @dataclass
@@ -77,11 +62,9 @@ class Engine:
         salts = config.model.salt, config.sparse_salt
         self.scheduler = Scheduler(self.cache, config.scheduler, *salts)
         self.counts = EngineCounts()
-        self._requests: dict[int, AddRequest] = {}
-        self._tokens: dict[int, list[int]] = {}
+        self._requests: dict[int, tuple[AddRequest, Request]] = {}
         self._scores: dict[int, dict[int, TokenLogprobs]] = {}
         self._drop: list[int] = []
-        self._last: dict[int, int] = {}
         self._ranks = BlockRanks()
         self._batch: SchedulerOutput | None = None
 
@@ -106,7 +89,7 @@ class Engine:
         """
         assert request.number not in self._requests, "a request has a number that no other has"
         sampling = request.sampling
-        self.scheduler.add(
+        state = self.scheduler.add(
             request.number,
             request.tokens,
             sampling.max_tokens,
@@ -120,8 +103,7 @@ class Engine:
             request.arrived,
             group,
         )
-        self._requests[request.number] = request
-        self._tokens[request.number] = list(request.tokens)
+        self._requests[request.number] = request, state
 
     def abort(self, number: int) -> bool:
         """Ends a request in whatever state it is; returns whether there was one."""
@@ -139,27 +121,12 @@ class Engine:
         self._batch = batch
         self._ranks.take(batch)
         self._drop += batch.preempted
-        admits, feeds = [], []
-        for feed in batch.feeds:
-            if feed.admitted:
-                admits.append(self._admit(feed))
-            feeds.append(
-                ScheduledRequest(
-                    feed.sequence,
-                    feed.start,
-                    feed.count,
-                    feed.samples,
-                    [block.rank for block in feed.new_blocks],
-                    [block.number for block in feed.new_blocks],
-                    None if feed.admitted else self._last.pop(feed.sequence, None),
-                )
-            )
+        admitted = [self._requests[feed.sequence] for feed in batch.feeds if feed.admitted]
         drop, self._drop = self._drop, []
-        moves = [Moved(each.sequence, each.index, *each.source, *each.to) for each in batch.moves]
-        message = ExecuteBatch(self.counts.iterations, drop, admits, feeds, moves)
+        number = self.counts.iterations
         self.counts.iterations += 1
         self.counts.computed += sum(feed.count for feed in batch.feeds)
-        return Iteration(message, self._members(batch))
+        return Iteration(number, batch, admitted, drop, self._members(batch))
 
     def finish(self, done: Mapping[int, ModelOutput]) -> tuple[list[Output], list[SampledToken]]:
         """Ends the iteration.
@@ -184,8 +151,6 @@ class Engine:
         outputs = []
         for update in self.scheduler.advance(batch, tokens):
             number = update.sequence
-            self._tokens[number].append(update.token)
-            self._last[number] = update.token
             outputs.append(
                 Output(
                     number,
@@ -211,21 +176,6 @@ class Engine:
         size = config.parallel.tensor_parallel_size
         return {rank * size + number for rank in ranks for number in range(size)}
 
-    def _admit(self, feed: ScheduledTokens) -> NewRequest:
-        request, tokens = self._requests[feed.sequence], self._tokens[feed.sequence]
-        self._last.pop(feed.sequence, None)
-        return NewRequest(
-            feed.sequence,
-            request.choice,
-            # A copy: workers without a part in the iteration are told of it later.
-            list(tokens),
-            len(request.tokens),
-            request.sampling,
-            request.penalties,
-            request.logprobs,
-            request.scored and len(tokens) == len(request.tokens),
-        )
-
     def _end_failed(self, failed: Sequence[SampledToken]) -> list[SampledToken]:
         """Ends requests for which no token can be chosen; returns those that there still were."""
         # The scheduler gives the blocks back, and keeps none of them for others.
@@ -233,7 +183,7 @@ class Engine:
 
     def _forget(self, number: int) -> None:
         """Forgets a request that has ended; workers do with the next iteration."""
-        for known in (self._requests, self._tokens, self._last, self._scores):
-            known.pop(number, None)  # type: ignore[attr-defined]
+        self._requests.pop(number, None)
+        self._scores.pop(number, None)
         if self._ranks.forget(number):
             self._drop.append(number)

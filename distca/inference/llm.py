@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from distca.inference.engine import Engine, Iteration
+from distca.inference.engine import Engine
 from distca.inference.finite import NotFiniteError
-from distca.inference.messages import AddRequest, ModelOutput, Output, SampledToken
+from distca.inference.messages import AddRequest, Iteration, ModelOutput, Output, SampledToken
 from distca.inference.models import ServedModel
 from distca.inference.pool_size import check_stripe
 from distca.inference.prompts import check_tokens, whole_numbers
@@ -418,20 +418,15 @@ class LLM:
 
     def _run(self, begun: Iteration) -> dict[int, ModelOutput]:
         """Runs this process's part; returns what all processes with a part have done."""
-        done: ModelOutput | None = None
-        if self._rank in begun.members:
-            done = self._worker.run(begun.batch)
-        else:
-            self._worker.take_in(begun.batch)
-        said = [done]
+        said = [self._worker.execute(begun)]
         if self._several:
             said *= dist.get_world_size()
-            dist.all_gather_object(said, done, group=self._control)
+            dist.all_gather_object(said, said[0], group=self._control)
         return {rank: each for rank, each in enumerate(said) if each is not None}
 
     def _shared_logits(self, begun: Iteration) -> dict[int, torch.Tensor]:
         """Gives the logits of all tokens that are chosen to all processes."""
-        sampled = [feed.number for feed in begun.batch.feed if feed.samples]
+        sampled = [feed.sequence for feed in begun.batch.feeds if feed.samples]
         own = self._worker.logits
         sizes = torch.tensor(max((len(row) for row in own.values()), default=0))
         if self._several:

@@ -1,11 +1,16 @@
-"""What an engine and its workers tell each other: typed values, which can be sent as messages."""
+"""What an engine and its workers tell each other. They share a process: what a worker says of an
+iteration is what is sent, to the other processes."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
-from distca.schedule.serving.request import FinishReason
+from distca.schedule.serving.request import FinishReason, Request
+from distca.schedule.serving.scheduled import SchedulerOutput
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
@@ -13,7 +18,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defau
 
 
 class AddRequest(Message, frozen=True):
-    """A sequence to answer.
+    """A sequence to answer, as it is asked for. `Request` is how far it is.
 
     Attributes:
         number: a number that no other sequence has.
@@ -61,88 +66,23 @@ class Output(Message, frozen=True):
     scores: list[TokenLogprobs] = []
 
 
-class NewRequest(Message, frozen=True):
-    """A sequence that begins to run, or begins again.
-
-    Attributes:
-        number: number of the sequence.
-        choice: which of a request's answers it is.
-        tokens: prompt, and the answer so far.
-        prompt: tokens of the prompt.
-        sampling: choice of tokens.
-        penalties: changes of logits.
-        logprobs: how many of the likeliest tokens are told with each token; None: none at all.
-        scored: whether log-probabilities of the prompt's tokens are told as well.
-    """
-
-    number: int
-    choice: int
-    tokens: list[int]
-    prompt: int
-    sampling: SamplingParams
-    penalties: Penalties
-    logprobs: int | None
-    scored: bool = False
-
-
-class ScheduledRequest(Message, frozen=True, tag=False):
-    """What an iteration feeds of a sequence.
-
-    Attributes:
-        number: number of the sequence.
-        start: position of the first token that is fed.
-        count: tokens that are fed.
-        samples: whether the token that follows is chosen.
-        ranks: owners of the blocks that were added.
-        blocks: their numbers on these ranks.
-        token: token that was chosen in the iteration before; None: none was.
-    """
-
-    number: int
-    start: int
-    count: int
-    samples: bool
-    ranks: list[int]
-    blocks: list[int]
-    token: int | None
-
-
-class Moved(Message, frozen=True, tag=False):
-    """A block that changes its rank.
-
-    Attributes:
-        sequence: number of the sequence that has it.
-        index: number of the block among the sequence's.
-        source: rank that has it.
-        number: its number there.
-        to: rank that gets it.
-        becomes: its number there.
-    """
-
-    sequence: int
-    index: int
-    source: int
-    number: int
-    to: int
-    becomes: int
-
-
-class ExecuteBatch(Message, frozen=True):
-    """A numbered iteration. Every worker runs them in the order of their numbers.
+@dataclass(frozen=True)
+class Iteration:
+    """A numbered iteration. Every worker takes in all of them, in the order of their numbers.
 
     Attributes:
         number: number of the iteration.
-        drop: sequences that have ended, or gave up their blocks.
-        admit: sequences that begin to run.
-        feed: what is fed.
-        moves: blocks that change their ranks before anything is written.
+        batch: what is fed, which blocks that adds, and which blocks change their ranks before.
+        admitted: requests that begin to run, or begin again: what is asked for, and how far it is.
+        drop: requests that have ended, or gave up their blocks.
+        members: processes that have a part in it.
     """
 
     number: int
-    drop: list[int]
-    admit: list[NewRequest]
-    feed: list[ScheduledRequest]
-    moves: list[Moved] = []
+    batch: SchedulerOutput
+    admitted: Sequence[tuple[AddRequest, Request]]
+    drop: Sequence[int]
+    members: Collection[int]
 
 
 class SampledToken(Message, frozen=True):

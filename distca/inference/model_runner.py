@@ -20,7 +20,6 @@ from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import Capture, DecodeGraphs
 from distca.inference.finite import Outputs, first_of_all_ranks
-from distca.inference.messages import Moved
 from distca.inference.models import ServedModel
 from distca.inference.runnable import LayerAttention
 from distca.inference.sampling import NO_LOGITS, NextLogits
@@ -34,6 +33,7 @@ from distca.schedule.serving.batches import Batch, DecodeBatch
 from distca.schedule.serving.blocks import block_bytes
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.iteration import BatchPlan
+from distca.schedule.serving.moves import BlockTransfer
 from distca.transport import Transport
 
 OnLogits = Callable[[Int64s, torch.Tensor], None]
@@ -151,12 +151,12 @@ class ModelRunner:
         self._new_blocks.pop(sequence, None)
         self._attention.drop(sequence)
 
-    def move(self, moves: Sequence[Moved]) -> None:
+    def move(self, moves: Sequence[BlockTransfer]) -> None:
         """Moves blocks of all layers between ranks."""
         if not moves:
             return
         assert self._mover is not None, "blocks move, and nothing carries them"
-        blocks = [BlockMove(each.source, each.number, each.to, each.becomes) for each in moves]
+        blocks = [BlockMove(*each.source, *each.to) for each in moves]
         under_way = KvMoves(self.pool, self._mover, blocks)
         for layer in range(len(self._served.windows)):
             under_way.begins(layer)

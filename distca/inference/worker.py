@@ -17,9 +17,9 @@ from distca.inference.attention_runner import LayerWatch
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import capture_for
 from distca.inference.messages import (
-    ExecuteBatch,
+    AddRequest,
+    Iteration,
     ModelOutput,
-    NewRequest,
     SampledToken,
     Scores,
 )
@@ -41,21 +41,24 @@ from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
 from distca.schedule.serving.limits import has_long_prompt
+from distca.schedule.serving.request import Request
+from distca.schedule.serving.scheduled import SchedulerOutput
 
 
 @dataclass
 class _Sequence:
-    """A sequence as workers know it.
+    """A sequence with the blocks that it had in the last iteration. The scheduler's `Request` has
+    those of the next one once it is scheduled.
 
     Attributes:
-        admitted: what it was admitted with.
-        tokens: prompt, and the answer so far.
+        asked: what is asked for.
+        request: how far it is.
         ranks: owners of its blocks.
         blocks: their numbers there.
     """
 
-    admitted: NewRequest
-    tokens: list[int]
+    asked: AddRequest
+    request: Request
     ranks: Int64s
     blocks: Int64s
 
@@ -69,14 +72,14 @@ class _Scoring:
     """
 
     def __init__(self, sequence: _Sequence) -> None:
-        self._admitted, self.found = sequence.admitted, dict[int, TokenLogprobs]()
+        self._asked, self.found = sequence.asked, dict[int, TokenLogprobs]()
         self.failed: str | None = None
 
     def __call__(self, positions: Int64s, logits: torch.Tensor) -> None:
         """Takes logits `[positions, vocabulary]`."""
-        tokens, count = self._admitted.tokens, self._admitted.logprobs or 0
+        tokens, count = self._asked.tokens, self._asked.logprobs or 0
         for position, row in zip(positions.tolist(), logits, strict=True):
-            if position + 1 < self._admitted.prompt:
+            if position + 1 < len(tokens):
                 try:
                     found = TokenLogprobs.of(row, tokens[position + 1], count)
                 except UnusableLogitsError as error:
@@ -201,27 +204,33 @@ class Worker:
         keys, values = (each.index_select(0, index) for each in pool.rows(layer))
         return positions, keys, values
 
-    def take_in(self, iteration: ExecuteBatch) -> list[BatchEntry]:
-        """Takes in what an iteration changes, which must be the next, without a part in it."""
+    def execute(self, iteration: Iteration) -> ModelOutput | None:
+        """Runs an iteration, which must be the next; None: this process has no part in it."""
+        if self._process in iteration.members:
+            return self._run(iteration)
+        self._take_in(iteration)
+        return None
+
+    def _take_in(self, iteration: Iteration) -> list[BatchEntry]:
+        """Takes in what an iteration changes."""
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
         self._ran, self.logits = False, NO_LOGITS
-        self._model.move(iteration.moves)
+        self._model.move(iteration.batch.moves)
         for number in iteration.drop:
             self._sequences.pop(number, None)
             self._model.drop(number)
-        for admit in iteration.admit:
-            nothing = np.zeros(0, dtype=np.int64)
-            self._sequences[admit.number] = _Sequence(admit, list(admit.tokens), nothing, nothing)
-        return self._parts(iteration)
+        nothing = np.zeros(0, dtype=np.int64)
+        for asked, request in iteration.admitted:
+            self._sequences[asked.number] = _Sequence(asked, request, nothing, nothing)
+        return self._entries(iteration.batch)
 
-    def run(self, iteration: ExecuteBatch) -> ModelOutput:
-        """Runs an iteration, which must be the next."""
+    def _run(self, iteration: Iteration) -> ModelOutput:
         sent = self._model.bytes_sent
-        parts = self.take_in(iteration)
+        entries = self._take_in(iteration)
         settings = self._settings
         plan = plan_iteration(
-            parts,
+            entries,
             settings.masks,
             settings.cache.block_size,
             settings.parallel.world_size,
@@ -229,26 +238,25 @@ class Worker:
             settings.parallel.head_groups,
         )
         scoring = {
-            part.sequence: _Scoring(sequence)
-            for part in parts
-            if (sequence := self._sequences[part.sequence]).admitted.scored
-            and part.start < sequence.admitted.prompt
+            entry.sequence: _Scoring(sequence)
+            for entry in entries
+            if (sequence := self._sequences[entry.sequence]).request.scored
         }
         if self._rank in plan.members or not self._settings.members_only:
             fed = {
-                part.sequence: self._sequences[part.sequence].tokens[
-                    part.start : part.start + part.count
+                entry.sequence: self._sequences[entry.sequence].request.tokens[
+                    entry.start : entry.start + entry.count
                 ]
-                for part in parts
+                for entry in entries
             }
             with self._transport.checked(), self._trace.span(*_span(plan)):
                 self.logits = self._model.run_batch(plan, fed, scoring)
             self._ran = True
         choices = []
-        for feed in iteration.feed:
-            if feed.samples and feed.number in self.logits:
-                sequence = self._sequences[feed.number]
-                choices.append(Choice(sequence.admitted, sequence.tokens))
+        for feed in iteration.batch.feeds:
+            if feed.samples and feed.sequence in self.logits:
+                sequence = self._sequences[feed.sequence]
+                choices.append(Choice(sequence.asked, sequence.request.tokens))
         chosen = choose_tokens(choices, self.logits)
         chosen += [
             SampledToken(number, -1, None, each.failed)
@@ -279,32 +287,30 @@ class Worker:
             return {}
         return self._model.bytes_by_sequence()
 
-    def _parts(self, iteration: ExecuteBatch) -> list[BatchEntry]:
-        """Takes in what is fed."""
-        for feed in iteration.feed:
-            sequence = self._sequences[feed.number]
-            if feed.token is not None:
-                sequence.tokens.append(feed.token)
-            if feed.blocks:
-                ranks, blocks = np.array([feed.ranks, feed.blocks], dtype=np.int64)
+    def _entries(self, batch: SchedulerOutput) -> list[BatchEntry]:
+        """Takes in which blocks are added and which move; returns what plans are made of."""
+        for feed in batch.feeds:
+            if feed.new_blocks:
+                sequence = self._sequences[feed.sequence]
+                ranks, blocks = np.array(feed.new_blocks, dtype=np.int64).T
                 sequence.ranks = np.append(sequence.ranks, ranks)
                 sequence.blocks = np.append(sequence.blocks, blocks)
-                self._model.add_blocks(feed.number, blocks[ranks == self._rank].tolist())
+                self._model.add_blocks(feed.sequence, blocks[ranks == self._rank].tolist())
         changed = set()
-        for move in iteration.moves:
+        for move in batch.moves:
             if (moved := self._sequences.get(move.sequence)) is not None:
-                moved.ranks[move.index], moved.blocks[move.index] = move.to, move.becomes
-                if self._rank in (move.source, move.to):
+                moved.ranks[move.index], moved.blocks[move.index] = move.to
+                if self._rank in (move.source.rank, move.to.rank):
                     changed.add(move.sequence)
         for number in changed:
             moved = self._sequences[number]
             self._model.set_blocks(number, moved.blocks[moved.ranks == self._rank].tolist())
-        parts, limits = [], self._settings.scheduler
-        for feed in iteration.feed:
-            sequence = self._sequences[feed.number]
-            dense = not has_long_prompt(sequence.admitted.prompt, limits)
-            parts.append(BatchEntry(feed.number, feed.start, feed.count, sequence.ranks, dense))
-        return parts
+        entries, limits = [], self._settings.scheduler
+        for feed in batch.feeds:
+            sequence = self._sequences[feed.sequence]
+            dense = not has_long_prompt(sequence.request.prompt, limits)
+            entries.append(BatchEntry(feed.sequence, feed.start, feed.count, sequence.ranks, dense))
+        return entries
 
 
 def _span(plan: BatchPlan) -> tuple[str, str]:
@@ -321,28 +327,27 @@ class Choice(NamedTuple):
     """A token to choose.
 
     Attributes:
-        admitted: what the sequence was admitted with.
+        asked: what is asked for.
         tokens: prompt, and the answer so far.
     """
 
-    admitted: NewRequest
+    asked: AddRequest
     tokens: Sequence[int]
 
     @property
     def is_likeliest(self) -> bool:
         """Whether the unchanged logits decide, and no log-probabilities are asked for."""
-        admitted = self.admitted
-        plain = admitted.logprobs is None and admitted.sampling.temperature == 0
+        asked = self.asked
+        plain = asked.logprobs is None and asked.sampling.temperature == 0
         # Most requests have the default itself, which need not be compared.
-        return plain and (admitted.penalties is NO_PENALTIES or admitted.penalties == NO_PENALTIES)
+        return plain and (asked.penalties is NO_PENALTIES or asked.penalties == NO_PENALTIES)
 
 
 def choose_tokens(choices: Sequence[Choice], logits: NextLogits) -> list[SampledToken]:
     """Chooses the token that follows each sequence; says why none can be chosen, if so."""
-    found = _likeliest({each.admitted.number for each in choices if each.is_likeliest}, logits)
+    found = _likeliest({each.asked.number for each in choices if each.is_likeliest}, logits)
     return [
-        found.get(each.admitted.number) or _choose(each, logits[each.admitted.number])
-        for each in choices
+        found.get(each.asked.number) or _choose(each, logits[each.asked.number]) for each in choices
     ]
 
 
@@ -362,15 +367,13 @@ def _likeliest(numbers: Collection[int], logits: NextLogits) -> dict[int, Sample
 
 
 def _choose(choice: Choice, logits: torch.Tensor) -> SampledToken:
-    admitted, tokens = choice.admitted, choice.tokens
-    prompt, answer = tokens[: admitted.prompt], tokens[admitted.prompt :]
-    changed = admitted.penalties.apply(logits, prompt, answer)
+    asked, tokens = choice.asked, choice.tokens
+    prompt, answer = asked.tokens, tokens[len(asked.tokens) :]
+    changed = asked.penalties.apply(logits, prompt, answer)
     try:
-        token = admitted.sampling.choose(changed, admitted.choice, len(tokens))
-        if admitted.logprobs is None:
-            return SampledToken(admitted.number, token, None)
-        return SampledToken(
-            admitted.number, token, TokenLogprobs.of(logits, token, admitted.logprobs)
-        )
+        token = asked.sampling.choose(changed, asked.choice, len(tokens))
+        if asked.logprobs is None:
+            return SampledToken(asked.number, token, None)
+        return SampledToken(asked.number, token, TokenLogprobs.of(logits, token, asked.logprobs))
     except UnusableLogitsError as error:
-        return SampledToken(admitted.number, -1, None, str(error))
+        return SampledToken(asked.number, -1, None, str(error))

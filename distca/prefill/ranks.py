@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from distca.inference.config import EngineConfig
-from distca.inference.engine import Engine, Iteration
+from distca.inference.engine import Engine
 from distca.inference.llm import join_processes
-from distca.inference.messages import AddRequest, ModelOutput, decoder, encode
+from distca.inference.messages import AddRequest, Iteration, decoder, encode
 from distca.inference.models import ServedModel
 from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
@@ -319,13 +319,10 @@ class PrefillRank:
     # Iterations.
 
     def _run(self, begun: Iteration) -> None:
-        self._feeding = {feed.number: feed.start + feed.count for feed in begun.batch.feed}
-        done: ModelOutput | None = None
-        if self._rank in begun.members:
-            done = self._worker.run(begun.batch)
-        else:
-            self._worker.take_in(begun.batch)
-        self.counts.computed += sum(feed.count for feed in begun.batch.feed)
+        feeds = begun.batch.feeds
+        self._feeding = {feed.sequence: feed.start + feed.count for feed in feeds}
+        done = self._worker.execute(begun)
+        self.counts.computed += sum(feed.count for feed in feeds)
         self._engine.finish({} if done is None else {self._rank: done})
         # Ranks without a part in it know by this what is computed.
         feeding, self._feeding = self._feeding, {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from distca.inference import worker
-from distca.inference.messages import NewRequest
+from distca.inference.messages import AddRequest
 from distca.inference.sampling import NextLogits, Penalties, SamplingParams
 from distca.inference.worker import Choice, choose_tokens
 
@@ -17,9 +17,8 @@ def choice_of(
     penalties: Penalties = Penalties(),  # noqa: B008
     logprobs: int | None = None,
 ) -> tuple[Choice, list[float]]:
-    tokens = [1, 2, 0]
-    admitted = NewRequest(number, 0, tokens, 2, sampling, penalties, logprobs)
-    return Choice(admitted, tokens), logits
+    asked = AddRequest(number, 0, [1, 2], sampling, penalties, logprobs)
+    return Choice(asked, [1, 2, 0]), logits
 
 
 CASES = [
@@ -35,7 +34,7 @@ CASES = [
     choice_of(0, [-torch.inf, -1.0, -2.0]),
 ]
 CHOICES = [choice for choice, _ in CASES]
-NUMBERS = [each.admitted.number for each in CHOICES]
+NUMBERS = [each.asked.number for each in CHOICES]
 LOGITS = NextLogits(NUMBERS, torch.tensor([logits for _, logits in CASES]))
 
 

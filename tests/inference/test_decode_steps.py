@@ -65,15 +65,15 @@ def costs_of_a_step(setting: Setting) -> tuple[int, int, int]:
 
     for _ in range(2):
         # The first makes room in the buffers.
-        message = decoding.plan()
-        assert len(message) <= 32 * setting.sequences
+        batch = decoding.plan()
+        assert sum(len(feed.new_blocks) for feed in batch.feeds) <= setting.sequences
         with torch.no_grad(), NewMemory() as found:
-            run = decoding.build(message)
+            run = decoding.build(batch)
             for layer in range(len(MASKS)):
                 decoding.layer(run, layer)
-    message = decoding.plan()
+    batch = decoding.plan()
     sys.setprofile(profile)
-    decoding.build(message)
+    decoding.build(batch)
     sys.setprofile(None)
     return found.nbytes, found.count, calls
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from distca.inference.config import EngineConfig
-from distca.inference.engine import Engine, Iteration
-from distca.inference.messages import AddRequest, ModelOutput
+from distca.inference.engine import Engine
+from distca.inference.messages import AddRequest, Iteration, ModelOutput
 from distca.inference.sampling import Penalties, SamplingParams
+from distca.schedule.serving.blocks import Block
 from support.token_engine import TokenWorkers, right_answer, token_settings
 
 RANKS = 2
@@ -182,9 +183,11 @@ def test_a_wrong_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     correct = run.workers.run
 
     def give_again(begun: Iteration) -> dict[int, ModelOutput]:
-        for feed in begun.batch.feed:
-            feed.blocks[:] = [0] * len(feed.blocks)
-        return correct(begun)
+        feeds = [
+            replace(feed, new_blocks=tuple(Block(each.rank, 0) for each in feed.new_blocks))
+            for feed in begun.batch.feeds
+        ]
+        return correct(replace(begun, batch=replace(begun.batch, feeds=tuple(feeds))))
 
     monkeypatch.setattr(run.workers, "run", give_again)
     submits = submits_of(0, 8)

@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from distca.inference.engine import Engine, Iteration
-from distca.inference.messages import AddRequest, Output
+from distca.inference.engine import Engine
+from distca.inference.messages import AddRequest, Iteration, Output
 from distca.inference.sampling import SamplingParams
 from support.token_engine import TokenWorkers, right_answer, right_scores, token_settings
 

@@ -142,7 +142,7 @@ def test_a_call_that_fails_leaves_nothing_for_the_next(tmp_path: Path) -> None:
     try:
         llm = LLM(configure(model, block_size=4))
         wanted = [each.outputs[0].token_ids for each in llm.generate(prompts, sampling)]
-        forward = llm._worker.run
+        forward = llm._worker._run
         for moment in ("told", "computing", "interrupted"):
             error: type[BaseException] = _StoppedError
             if moment == "told":
@@ -151,14 +151,14 @@ def test_a_call_that_fails_leaves_nothing_for_the_next(tmp_path: Path) -> None:
                 error = RuntimeError if moment == "computing" else KeyboardInterrupt
 
                 def fails(batch: object, error: type[BaseException] = error) -> None:
-                    llm._worker.take_in(batch)  # type: ignore[arg-type]
+                    llm._worker._take_in(batch)  # type: ignore[arg-type]
                     raise error
 
-                llm._worker.run = fails  # type: ignore[assignment, method-assign]
+                llm._worker._run = fails  # type: ignore[assignment, method-assign]
                 call = lambda: llm.generate([[9, 8, 7]], sampling)  # noqa: E731
             with pytest.raises(error):
                 call()
-            llm._worker.run = forward  # type: ignore[method-assign]
+            llm._worker._run = forward  # type: ignore[method-assign]
             found = [each.outputs[0].token_ids for each in llm.generate(prompts, sampling)]
             assert found == wanted, moment
             assert llm.engine.cache.referenced(0) == 0

@@ -46,12 +46,14 @@ def test_all_prompts_run_together_in_what_they_need(model, ranks: int, chain: Ch
         engine.add(AddRequest(number, 0, [1] * length, SamplingParams(max_tokens=most)))
     least = ranks * blocks_in(nbytes, model, SIZE)
     while (begun := engine.schedule()) is not None:
-        for feed in begun.batch.feed if chain is not None else ():
+        for feed in begun.batch.feeds if chain is not None else ():
             if not feed.start:
                 blocks = -(-feed.count // SIZE)
-                assert feed.ranks == chain.owners(blocks, 0, feed.count)
+                assert [block.rank for block in feed.new_blocks] == chain.owners(
+                    blocks, 0, feed.count
+                )
         least = min(least, sum(engine.cache.free(rank) for rank in range(ranks)))
-        chosen = [SampledToken(feed.number, 7, None) for feed in begun.batch.feed]
+        chosen = [SampledToken(feed.sequence, 7, None) for feed in begun.batch.feeds]
         engine.finish({0: ModelOutput(chosen, 0)})
     assert engine.scheduler.preemptions == 0
     # Of prompt and answer a rank may lack a block each, and a chain's last rank more.

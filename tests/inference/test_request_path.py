@@ -24,7 +24,7 @@ BEGINS = {
     "llm.py": "LLM.generate",
     "engine.py": "Engine.schedule",
     "scheduler.py": "Scheduler.schedule",
-    "worker.py": "Worker.run",
+    "worker.py": "Worker.execute",
     "iteration.py": "plan_iteration",
     "model_runner.py": "ModelRunner.run_batch",
     "attention_runner.py": "AttentionRunner.begin",

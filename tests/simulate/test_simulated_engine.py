@@ -117,7 +117,9 @@ def run_on_a_rank(settings: Any, blocks: int) -> tuple[list[Told], int]:
             nbytes = len(begun.batch.moves) * worker.block_bytes
             nbytes += sum(sum(each.planned_bytes.values()) for each in done.values())
             chosen = {c.number: c.token for each in done.values() for c in each.chosen}
-            moves = [tuple(asdict_of(move)) for move in begun.batch.moves]
+            moves = [
+                (move.sequence, move.index, *move.source, *move.to) for move in begun.batch.moves
+            ]
             # A rank without a part in an iteration plans nothing.
             entries, plan = (seen[0][0], said(seen[0][1])) if seen else ([], [])
             told.append(Told(entries, plan, moves, chosen, nbytes))
@@ -125,10 +127,6 @@ def run_on_a_rank(settings: Any, blocks: int) -> tuple[list[Told], int]:
     sent = [0] * dist.get_world_size()
     dist.all_gather_object(sent, worker.bytes_sent)
     return told, sum(sent)
-
-
-def asdict_of(move: Any) -> list[int]:
-    return [move.sequence, move.index, move.source, move.number, move.to, move.becomes]
 
 
 @pytest.mark.parametrize(

@@ -112,17 +112,8 @@ def _run(worker: Any, begun: Any) -> dict[int, Any]:
     """Runs this process's part of an iteration; returns what all that have one have done."""
     import torch.distributed as dist
 
-    from distca.inference.messages import ExecuteBatch, ModelOutput, decoder, encode
-
-    # As messages, which other fronts send.
-    batch = decoder(ExecuteBatch).decode(encode(begun.batch))
-    done = None
-    if dist.get_rank() in begun.members:
-        done = decoder(ModelOutput).decode(encode(worker.run(batch)))
-    else:
-        worker.take_in(batch)
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, done)
+    dist.all_gather_object(said, worker.execute(begun))
     return {rank: each for rank, each in enumerate(said) if each is not None}
 
 

@@ -15,19 +15,17 @@ import numpy as np
 import torch
 
 from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from distca.inference.engine import Iteration
 from distca.inference.messages import (
     AddRequest,
-    ExecuteBatch,
+    Iteration,
     ModelOutput,
-    NewRequest,
     SampledToken,
     Scores,
-    decoder,
-    encode,
 )
 from distca.inference.sampling import TokenLogprobs
+from distca.schedule.serving.blocks import Block
 from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.request import Request
 from support.small_models import VOCABULARY
 
 
@@ -48,7 +46,7 @@ def token_settings(
     )
 
 
-def choose(of: AddRequest | NewRequest, prompt: int, tokens: Sequence[int]) -> SampledToken:
+def choose(of: AddRequest, prompt: int, tokens: Sequence[int]) -> SampledToken:
     """Chooses the token that follows `tokens`, of which the first are a prompt."""
     logits = _logits(tokens)
     changed = of.penalties.apply(logits, tokens[:prompt], tokens[prompt:])
@@ -62,7 +60,7 @@ def _logits(tokens: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCABULARY))
 
 
-def right_scores(submit: AddRequest | NewRequest, start: int, end: int) -> dict[int, TokenLogprobs]:
+def right_scores(submit: AddRequest, start: int, end: int) -> dict[int, TokenLogprobs]:
     """Log-probabilities of a prompt's tokens from position `start + 1` to `end`, by position."""
     tokens, count = submit.tokens, submit.logprobs or 0
     return {
@@ -85,9 +83,9 @@ def right_answer(submit: AddRequest) -> list[int]:
 class _Held:
     """A sequence as workers know it."""
 
-    admitted: NewRequest
-    tokens: list[int]
-    blocks: list[tuple[int, int]] = field(default_factory=list)
+    asked: AddRequest
+    request: Request
+    blocks: list[Block] = field(default_factory=list)
 
 
 class TokenWorkers:
@@ -103,15 +101,14 @@ class TokenWorkers:
 
     def __init__(self, settings: EngineConfig) -> None:
         self._size = settings.cache.block_size
-        self._decoder = decoder(ExecuteBatch)
-        self._rows: dict[tuple[int, int], list[int]] = {}
+        self._rows: dict[Block, list[int]] = {}
         self._next = 0
         self.held: dict[int, _Held] = {}
         self.admitted: Counter[int] = Counter()
 
     def run(self, begun: Iteration) -> dict[int, ModelOutput]:
-        """Runs an iteration, which is encoded as on its way; returns what its members say."""
-        chosen, scores = self._run(self._decoder.decode(encode(begun.batch)))
+        """Runs an iteration; returns what its members say."""
+        chosen, scores = self._run(begun)
         done = {}
         for rank in sorted(begun.members):
             told = ModelOutput(chosen, 0, scores)
@@ -119,32 +116,31 @@ class TokenWorkers:
             chosen, scores = [], []
         return done
 
-    def _run(self, iteration: ExecuteBatch) -> tuple[list[SampledToken], list[Scores]]:
+    def _run(self, iteration: Iteration) -> tuple[list[SampledToken], list[Scores]]:
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
         for number in iteration.drop:
             del self.held[number]
-        for admit in iteration.admit:
-            self.held[admit.number] = _Held(admit, list(admit.tokens))
-            self.admitted[admit.number] += 1
-        for feed in iteration.feed:
-            sequence = self.held[feed.number]
-            if feed.token is not None:
-                sequence.tokens.append(feed.token)
-            sequence.blocks += zip(feed.ranks, feed.blocks, strict=True)
+        for asked, request in iteration.admitted:
+            self.held[asked.number] = _Held(asked, request)
+            self.admitted[asked.number] += 1
+        for feed in iteration.batch.feeds:
+            sequence = self.held[feed.sequence]
+            sequence.blocks += feed.new_blocks
             for position in range(feed.start, feed.start + feed.count):
                 block = sequence.blocks[position // self._size]
                 rows = self._rows.setdefault(block, [-1] * self._size)
-                rows[position % self._size] = sequence.tokens[position]
+                rows[position % self._size] = sequence.request.tokens[position]
         chosen, scores = [], []
-        for feed in iteration.feed:
-            sequence = self.held[feed.number]
-            if sequence.admitted.scored:
-                end = min(feed.start + feed.count, sequence.admitted.prompt - 1)
-                found = right_scores(sequence.admitted, feed.start, end)
-                scores.append(Scores(feed.number, found))
+        for feed in iteration.batch.feeds:
+            sequence = self.held[feed.sequence]
+            prompt = len(sequence.asked.tokens)
+            if sequence.request.scored:
+                end = min(feed.start + feed.count, prompt - 1)
+                found = right_scores(sequence.asked, feed.start, end)
+                scores.append(Scores(feed.sequence, found))
             if feed.samples:
                 rows = [row for block in sequence.blocks for row in self._rows[block]]
                 seen = rows[: feed.start + feed.count]
-                chosen.append(choose(sequence.admitted, sequence.admitted.prompt, seen))
+                chosen.append(choose(sequence.asked, prompt, seen))
         return chosen, [each for each in scores if each.tokens]

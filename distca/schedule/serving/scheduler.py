@@ -115,7 +115,7 @@ class Scheduler:
         salt: bytes = b"",
         arrived: float = 0.0,
         group: Ranks | None = None,
-    ) -> None:
+    ) -> Request:
         """Adds a sequence.
 
         One prompt's answers share what is computed of it: one of them leads, and is added last.
@@ -135,6 +135,9 @@ class Scheduler:
                 blocks.
             arrived: time of the arrival in seconds, which never goes back.
             group: ranks that compute all of the prompt, where groups grow; None: they are planned.
+
+        Returns:
+            The sequence, which says how far it is until it ends.
 
         Raises:
             ValueError: its keys and values could never be held.
@@ -164,6 +167,7 @@ class Scheduler:
             self._wait(each)
         else:
             self._followers.setdefault(leader, []).append(each)
+        return each
 
     def abort(self, number: int) -> bool:
         """Ends a sequence in whatever state it is; returns whether there was one.
