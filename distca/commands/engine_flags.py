@@ -84,6 +84,34 @@ def add_exchange_flags(group: Group) -> None:
     )
 
 
+def add_timeout_flag(group: Group, default: float, then: str) -> None:
+    """Adds the flag of how long an exchange may take; see `check_timeout`.
+
+    Args:
+        group: group of flags.
+        default: seconds.
+        then: what happens after that.
+    """
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        default=default,
+        metavar="SECONDS",
+        help=f"Time after which an exchange between ranks has failed, {then}. "
+        f"Default: {default:g}.",
+    )
+
+
+def check_timeout(args: argparse.Namespace) -> None:
+    """Checks the flag of `add_timeout_flag`.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    if not 0 < args.step_timeout < float("inf"):
+        raise ValueError(f"--step-timeout {args.step_timeout}: give seconds above 0, not infinity")
+
+
 def check_exchange(args: argparse.Namespace) -> None:
     """Checks the flags of `add_exchange_flags`.
 

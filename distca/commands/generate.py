@@ -17,7 +17,9 @@ from distca.commands.engine_flags import (
     add_block_size_flag,
     add_exchange_flags,
     add_machine_flags,
+    add_timeout_flag,
     check_exchange,
+    check_timeout,
 )
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
 from distca.commands.rank_groups import add_group_flags, served_groups
@@ -134,6 +136,7 @@ def build_parser() -> Parser:
         action="store_true",
         help="Decode without CUDA graphs, which GPUs have otherwise.",
     )
+    add_timeout_flag(how, 600.0, "and the command ends")
     how.add_argument("--ignore-eos", action="store_true", help="Answers end only at --max-tokens.")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="Print a list of answers as JSON.")
@@ -224,8 +227,9 @@ def main(argv: Sequence[str]) -> int:
         evens_out=args.even_out,
         enforce_eager=args.enforce_eager,
         keeps_logits=args.check,
+        step_timeout=args.step_timeout,
     )
-    stops = frozenset() if args.ignore_eos else model.stops
+    stops: frozenset[int] | None = frozenset() if args.ignore_eos else None
     sampling = SamplingParams(most, args.temperature, args.seed, stops, args.top_k, args.top_p)
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
     begin = time.perf_counter()
@@ -258,6 +262,8 @@ def main(argv: Sequence[str]) -> int:
         }
         for answer in answers
     ]
+    if isinstance(work, Conversations):
+        rows = [place | row for place, row in zip(work.places, rows, strict=True)]
     if args.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:
@@ -367,6 +373,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     ):
         if value not in (None, AUTO) and value < 1:
             raise ValueError(f"{flag} {value}: give at least 1")
+    check_timeout(args)
     if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
         raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
     if args.trace is not None and (args.trace.is_dir() or not args.trace.parent.is_dir()):

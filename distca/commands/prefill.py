@@ -13,7 +13,12 @@ from typing import Any
 from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
-from distca.commands.engine_flags import add_machine_flags, add_pool_flags
+from distca.commands.engine_flags import (
+    add_machine_flags,
+    add_pool_flags,
+    add_timeout_flag,
+    check_timeout,
+)
 from distca.commands.prefill_model import add_model_flags, read_prefill_model
 from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
@@ -116,13 +121,7 @@ def build_parser() -> Parser:
         metavar="N",
         help="Most tokens of an iteration: longer prompts are computed in chunks. Default: 8192.",
     )
-    engine.add_argument(
-        "--step-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="Time after which an exchange between ranks has failed, and they start again.",
-    )
+    add_timeout_flag(engine, 60.0, "and they start again")
     engine.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -312,9 +311,9 @@ def _check_flags(args: argparse.Namespace) -> None:
     ):
         if value < 0:
             raise ValueError(f"{flag} {value}: give 0 or more")
-    for flag, seconds in (("--lease", args.lease), ("--step-timeout", args.step_timeout)):
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"{flag} {seconds}: give seconds above 0, not infinity")
+    if not 0 < args.lease < float("inf"):
+        raise ValueError(f"--lease {args.lease}: give seconds above 0, not infinity")
+    check_timeout(args)
     if not 0 < args.port < 65536:
         raise ValueError(f"--port {args.port}: give 1 to 65535")
     if not 0 < args.gpu_memory_utilization <= 1:

@@ -19,6 +19,12 @@ A request meets seven files, in this order:
   plans. A `LayerWatch` hears of each layer, as prefill ranks do to send its rows. From here on it
   is the runtime's: `distca/runtime/serving`.
 
+What stands for a request on this way: `AddRequest` is what is asked for, and never changes, so all
+processes can be given the same; `Request` (`distca/schedule/serving/request.py`) is how far it is,
+which the scheduler alone changes, and knows nothing of sampling. Workers are given both when it
+begins to run, and keep which rank has each of its blocks as arrays, which plans are made of.
+`Completion` (`outputs.py`) is its answer.
+
 The rank that owns the last token of a sequence chooses the next (`worker.py`, `sampling.py`), and
 `LLM` gathers what all ranks have chosen before its engine ends the iteration. `LLM` has an engine
 in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no plan: each worker
@@ -37,7 +43,7 @@ Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the 
 Others:
 
 * `config.py` is the engine's configuration; `messages.py` has what engines and workers say;
-  `pool_size.py` says how many blocks prompts need;
+  `outputs.py` has answers; `pool_size.py` says how many blocks prompts need;
 * `runnable.py` is what the runner needs of a model. `models.py` and `transformers_model.py` load
   those of transformers, `distca/vllm/model.py` those of vLLM;
 * `tensor_parallel.py` and `sequence_parallel.py` split weights and rows; `cuda_graphs.py` and

@@ -25,6 +25,7 @@ class ModelConfig:
         vocab_size: tokens of the vocabulary.
         salt: what keys and values depend on beside tokens: the model.
         trust_remote_code: whether code of the model's folder may run.
+        stops: tokens that end an answer, unless a request has its own.
     """
 
     path: str
@@ -34,6 +35,7 @@ class ModelConfig:
     vocab_size: int
     salt: bytes = b""
     trust_remote_code: bool = False
+    stops: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

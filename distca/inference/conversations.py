@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.inference.finite import naming
-from distca.inference.llm import Completion, OnToken, RequestOutput
 from distca.inference.models import ServedModel
+from distca.inference.outputs import Completion, OnToken, RequestOutput
 from distca.inference.prompts import check_tokens
 from distca.inference.rank_processes import RankProcesses
 from distca.inference.sampling import SamplingParams
@@ -109,6 +109,15 @@ class Conversations:
             len(self._tokens(number, each[: self._turns(each)[0] + 1]))
             for number, each in enumerate(self._conversations)
             if self._turns(each)
+        ]
+
+    @property
+    def places(self) -> list[dict[str, int]]:
+        """Number of the conversation, and of the turn in it, of each answer that `run` returns."""
+        return [
+            {"conversation": number, "turn": turn}
+            for number, messages in enumerate(self._conversations)
+            for turn in range(len(self._turns(messages)))
         ]
 
     @staticmethod

@@ -93,7 +93,7 @@ class Engine:
             request.number,
             request.tokens,
             sampling.max_tokens,
-            sampling.stops,
+            self._config.model.stops if sampling.stops is None else sampling.stops,
             request.penalties.fewest,
             request.leader,
             request.scored,

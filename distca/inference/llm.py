@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -27,9 +27,10 @@ from distca.inference.engine import Engine
 from distca.inference.finite import NotFiniteError
 from distca.inference.messages import AddRequest, Iteration, ModelOutput, Output, SampledToken
 from distca.inference.models import ServedModel
+from distca.inference.outputs import Completion, OnToken, RequestOutput
 from distca.inference.pool_size import check_stripe
 from distca.inference.prompts import check_tokens, whole_numbers
-from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
+from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams
 from distca.inference.transports import TransportName
 from distca.inference.worker import Worker
 from distca.runtime import Trace
@@ -41,48 +42,7 @@ from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.request import FinishReason
 from distca.torchrun import read_torchrun
-
-OnToken = Callable[[int, int], None]
-"""Function of a request's number and the token that was chosen for it."""
-
-
-@dataclass
-class Completion:
-    """An answer to a prompt.
-
-    Attributes:
-        token_ids: tokens of the answer, the one that stopped it included.
-        finish_reason: "stop", or "length" if it has the most tokens.
-        ttft_seconds: seconds from the begin of the call to its first token.
-        bytes_moved: bytes that ranks moved for it by the plans, where they are counted.
-        logits: logits of each token where they are kept, float32 `[vocabulary]`.
-        logprobs: log-probabilities of each token where they are asked for.
-        prompt_logprobs: those of the prompt's tokens but the first, where they are asked for: the
-            first answer has them.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason = "length"
-    ttft_seconds: float = 0.0
-    bytes_moved: int = 0
-    logits: list[torch.Tensor] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt with its answers.
-
-    Attributes:
-        prompt_token_ids: tokens of the prompt.
-        outputs: answers, as many as were asked for.
-    """
-
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
 
 
 def configure(
@@ -153,7 +113,14 @@ def configure(
     groups = head_groups(model.shape.heads, model.shape.kv_heads, ranks)
     dtype = str(model.dtype).removeprefix("torch.")
     return EngineConfig(
-        ModelConfig(model.path, dtype, model.windows, model.positions, model.vocab_size),
+        ModelConfig(
+            model.path,
+            dtype,
+            model.windows,
+            model.positions,
+            model.vocab_size,
+            stops=model.stops,
+        ),
         limits,
         ParallelConfig(
             ranks, model.tensor_parallel_size, strategy, groups, split, transport, step_timeout
@@ -185,15 +152,18 @@ class LLM:
         self._worker = Worker(config, device, trace)
         self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
         # What processes tell each other of iterations lies on the host.
+        timeout = timedelta(seconds=config.parallel.step_timeout)
         on_gpus = self._several and device.type == "cuda"
         self._control: dist.ProcessGroup | None = (
-            dist.new_group(backend="gloo") if on_gpus else None
+            dist.new_group(backend="gloo", timeout=timeout) if on_gpus else None
         )
         blocks = torch.tensor(self._worker.room)
         if self._several:
             dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)
         self._worker.begin(int(blocks))
         self._engine = Engine(config, int(blocks))
+        # Answers that this process ends with the iteration under way, or the next.
+        self._aborts: set[int] = set()
         self.bytes_planned = 0
 
     @property
@@ -224,7 +194,7 @@ class LLM:
             sampling: choice of tokens.
             n: answers to each prompt, which is computed once for all of them; at least 1.
             on_token: function that is told of each token, with `n` times the prompt's number plus
-                the answer's.
+                the answer's. It may `abort` answers.
             penalties: changes of logits, and fewest tokens of an answer. Without `stops` of their
                 own they have those of `sampling`.
             logprobs: number of likeliest tokens whose log-probabilities each answer has, beside
@@ -242,12 +212,14 @@ class LLM:
             NotFiniteError: no token can be chosen for an answer, on any rank.
         """
         given = self._checked(prompts, sampling, n, penalties, logprobs)
+        if sampling.stops is None:
+            sampling = replace(sampling, stops=self._config.model.stops)
         # Sets are written in any order.
-        stops = sorted(sampling.stops), sorted(penalties.stops)
+        stops = sorted(sampling.stops or ()), sorted(penalties.stops)
         numbers = [replace(each, stops=frozenset()) for each in (sampling, penalties)]
         self._check_calls((given, stops, numbers, n, logprobs, prompt_logprobs))
         if penalties.fewest and not penalties.stops:
-            penalties = replace(penalties, stops=sampling.stops)
+            penalties = replace(penalties, stops=sampling.stops or frozenset())
         requests = []
         for number, prompt in enumerate(given):
             for choice in (*range(1, n), 0):
@@ -271,6 +243,17 @@ class LLM:
             for number, prompt in enumerate(given)
         ]
 
+    def abort(self, number: int) -> None:
+        """Ends an answer early, as it is then: `on_token` may call this, or another thread.
+
+        One process is enough, since processes tell each other with the next iteration. All of them
+        end the answer there, and `on_token` hears no more of it. What has ended stays as it is.
+
+        Args:
+            number: number of the answer, as `on_token` is told.
+        """
+        self._aborts.add(number)
+
     def answer(
         self, requests: Sequence[AddRequest], on_token: OnToken = lambda number, token: None
     ) -> dict[int, Completion]:
@@ -283,6 +266,7 @@ class LLM:
         Returns:
             Answers by the requests' numbers.
         """
+        self._aborts = set()
         try:
             return self._answer(requests, on_token)
         except BaseException:
@@ -341,7 +325,11 @@ class LLM:
         answers = {request.number: Completion() for request in requests}
         left = set(answers)
         while left:
-            for output in self._iterate(answers):
+            outputs, aborted = self._iterate(answers)
+            for number in aborted:
+                answers[number].finish_reason = "abort"
+            left -= aborted
+            for output in outputs:
                 answer = answers[output.number]
                 if not answer.token_ids:
                     answer.ttft_seconds = time.perf_counter() - begin
@@ -391,14 +379,14 @@ class LLM:
         self._engine.add(request, chain, group)
         outputs: list[Output] = []
         while not outputs:
-            outputs = self._iterate({0: Completion()})
+            outputs, _ = self._iterate({0: Completion()})
         return time.process_time() - cpu, time.perf_counter() - wall
 
-    def _iterate(self, answers: Mapping[int, Completion]) -> list[Output]:
-        """Runs an iteration; returns the tokens that it brought."""
+    def _iterate(self, answers: Mapping[int, Completion]) -> tuple[list[Output], set[int]]:
+        """Runs an iteration; returns the tokens that it brought, and whose answers it aborted."""
         begun = self._engine.schedule()
         assert begun is not None, "requests wait, and nothing can be fed"
-        done = self._run(begun)
+        done, aborted = self._run(begun)
         moved = Counter[int]()
         for move in begun.batch.moves:
             size = self._config.parallel.tensor_parallel_size
@@ -414,15 +402,20 @@ class LLM:
         outputs, failed = self._engine.finish(done)
         if failed:
             self._raise(failed[0])
-        return outputs
+        return outputs, aborted
 
-    def _run(self, begun: Iteration) -> dict[int, ModelOutput]:
-        """Runs this process's part; returns what all processes with a part have done."""
-        said = [self._worker.execute(begun)]
+    def _run(self, begun: Iteration) -> tuple[dict[int, ModelOutput], set[int]]:
+        """Runs this process's part; returns what all processes with a part have done, and aborts
+        what any of them wants to."""
+        done = self._worker.execute(begun)
+        wanted, self._aborts = self._aborts, set()
+        said = [(done, wanted)]
         if self._several:
             said *= dist.get_world_size()
-            dist.all_gather_object(said, said[0], group=self._control)
-        return {rank: each for rank, each in enumerate(said) if each is not None}
+            dist.all_gather_object(said, (done, wanted), group=self._control)
+        wanted = set().union(*(numbers for _, numbers in said))
+        aborted = {number for number in sorted(wanted) if self._engine.abort(number)}
+        return {rank: each for rank, (each, _) in enumerate(said) if each is not None}, aborted
 
     def _shared_logits(self, begun: Iteration) -> dict[int, torch.Tensor]:
         """Gives the logits of all tokens that are chosen to all processes."""

@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from distca.inference.config import EngineConfig
 from distca.inference.finite import NotFiniteError
-from distca.inference.llm import LLM, Completion, OnToken
+from distca.inference.llm import LLM
 from distca.inference.messages import AddRequest
+from distca.inference.outputs import Completion, OnToken
 from distca.inference.sampling import SamplingParams
 from distca.lifetime import start_process
 from distca.runtime import Trace

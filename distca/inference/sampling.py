@@ -119,8 +119,7 @@ class SamplingParams:
         max_tokens: most tokens of an answer.
         temperature: 0 takes the likeliest token.
         seed: seed of the choice: the same tokens whatever the ranks are.
-        stops: tokens that end an answer; `ServedModel.stops` has the model's own. By default none
-            does.
+        stops: tokens that end an answer; None: the model's own. With an empty set none does.
         top_k: only so many of the likeliest tokens are drawn from; 0: all.
         top_p: only the likeliest tokens that have this probability together are drawn from.
         min_p: only tokens at least this likely, relative to the likeliest, are drawn from.
@@ -132,7 +131,7 @@ class SamplingParams:
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
-    stops: frozenset[int] = frozenset()
+    stops: frozenset[int] | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0

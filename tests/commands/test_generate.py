@@ -43,7 +43,7 @@ def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None
     out = command.run(model, "--conversations", str(chats), *flags, "--check", "--json")
     assert "tokens the same: equal" in command.errors
     answers = json.loads(out)
-    assert len(answers) == 3
+    assert [(each["conversation"], each["turn"]) for each in answers] == [(0, 0), (0, 1), (1, 0)]
     assert all(each["bytes_moved"] > 0 for each in answers)
     assert {each["finish_reason"] for each in answers} == {"length"}
     assert all(len(each["token_ids"]) == 6 and each["ttft_seconds"] > 0 for each in answers)
@@ -139,6 +139,7 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ),
         ([model, "--prompt", "a", "--node-gb-per-s", "0"], "give a speed above 0"),
         ([model, "--prompt", "a", "--temperature", "nan"], "give 0 or more"),
+        ([model, "--prompt", "a", "--step-timeout", "0"], "--step-timeout 0.0: give seconds"),
         ([model, "--prompt", "a", "--top-k", "-1"], "--top-k -1: give at least 1"),
         ([model, "--prompt", "a", "--top-p", "0"], "--top-p 0.0: give a number above 0"),
         ([model, "--prompt", "a", "--block-size", "0"], "--block-size 0: give at least 1"),

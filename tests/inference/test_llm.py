@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,11 +15,12 @@ import torch
 
 from distca.inference.llm import LLM, configure
 from distca.inference.models import read_model
+from distca.inference.outputs import RequestOutput
 from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.partitions import Chain
-from support.generated import ask_apart
+from support.generated import abort_on_a_rank, ask_apart
 from support.ranks import Ranks
 from support.small_models import save_small_model
 
@@ -162,6 +164,79 @@ def test_a_call_that_fails_leaves_nothing_for_the_next(tmp_path: Path) -> None:
             found = [each.outputs[0].token_ids for each in llm.generate(prompts, sampling)]
             assert found == wanted, moment
             assert llm.engine.cache.referenced(0) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_answers_are_aborted_as_they_are_and_others_go_on(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    prompts, sampling = [[1, 2, 3], [4, 5], [6, 7]], SamplingParams(max_tokens=6)
+    told: list[int] = []
+
+    def abort(number: int, token: int) -> None:
+        told.append(number)
+        if told == [0]:
+            # One that waits, and is its prompt's first; one that there is not.
+            llm.abort(4)
+            llm.abort(99)
+        if told.count(3) == 2:
+            llm.abort(3)
+
+    def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+        return [each.token_ids for one in outputs for each in one.outputs]
+
+    try:
+        # The third prompt waits.
+        llm = LLM(configure(model, block_size=4, max_num_seqs=2))
+        wanted = tokens_of(llm.generate(prompts, sampling, n=2))
+        done = llm.generate(prompts, sampling, n=2, on_token=abort)
+        assert tokens_of(done) == [*wanted[:3], wanted[3][:2], [], wanted[5]]
+        reasons = [each.finish_reason for one in done for each in one.outputs]
+        assert reasons == ["length"] * 3 + ["abort"] * 2 + ["length"]
+        assert (told.count(3), told.count(4)) == (2, 0)
+        assert llm.engine.cache.referenced(0) == 0
+        # What is aborted while nothing runs is not of the next call.
+        llm.abort(0)
+        assert tokens_of(llm.generate(prompts, sampling, n=2)) == wanted
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_one_process_aborts_an_answer_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    found, other = ranks.run(abort_on_a_rank, model, world_size=2)
+    assert found == other
+    tokens, reasons = zip(*found, strict=True)
+    assert reasons == ("length", "abort", *["length"] * 4)
+    assert tokens[0] == tokens[3]
+    assert tokens[1] == tokens[4][:2]
+    assert tokens[2] == tokens[5]
+
+
+def test_answers_end_by_the_models_own_tokens_unless_others_are_given(tmp_path: Path) -> None:
+    folder = save_small_model("llama", tmp_path)
+    model, prompt = read_model(str(folder), torch.float32), [1, 2, 3]
+    try:
+        llm = LLM(configure(model))
+        (free,) = llm.generate([prompt], SamplingParams(max_tokens=6))
+        ids = free.outputs[0].token_ids
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[2]}))
+        until = ids.index(ids[2]) + 1
+        llm = LLM(configure(read_model(str(folder), torch.float32)))
+        for stops, length, reason in (
+            (None, until, "stop"),
+            (frozenset(), 6, "length"),
+            (frozenset({ids[0]}), 1, "stop"),
+        ):
+            (done,) = llm.generate([prompt], SamplingParams(max_tokens=6, stops=stops))
+            assert done.outputs[0].token_ids == ids[:length]
+            assert done.outputs[0].finish_reason == reason
+        # Fewest tokens keep the model's own away, too.
+        (done,) = llm.generate(
+            [prompt], SamplingParams(max_tokens=6), penalties=Penalties(fewest=6)
+        )
+        assert ids[2] not in done.outputs[0].token_ids[:5]
+        assert len(done.outputs[0].token_ids) == 6
     finally:
         torch.distributed.destroy_process_group()
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca.inference.llm import Completion, RequestOutput
 from distca.inference.models import read_model
+from distca.inference.outputs import Completion, RequestOutput
 from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs, UnusableLogitsError
 from distca.inference.verify import compare
 from support.byte_tokenizer import save_chat_model

@@ -211,6 +211,6 @@ def one_process(loaded: Any, submit: tuple) -> list[int]:
             logits = loaded(torch.tensor([prompt + answer])).logits[0, -1]
         changed = penalties.apply(logits, prompt, answer)
         answer.append(sampling.choose(changed, choice, len(prompt) + len(answer)))
-        if answer[-1] in sampling.stops:
+        if answer[-1] in (sampling.stops or ()):
             break
     return answer

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distca.inference.llm import LLM, Completion, RequestOutput, configure
+from distca.inference.llm import LLM, configure
 from distca.inference.messages import AddRequest
 from distca.inference.models import ServedModel
+from distca.inference.outputs import Completion, RequestOutput
 from distca.inference.sampling import SamplingParams
 
 Turns = list[dict[int, list[int]]]
@@ -69,6 +70,26 @@ def generate_on_a_rank(
     found.planned, found.sent = llm.bytes_planned, llm.bytes_sent
     found.referenced = sum(llm.engine.cache.referenced(rank) for rank in range(ranks))
     return found
+
+
+def abort_on_a_rank(model: ServedModel) -> list[tuple[list[int], str]]:
+    """Three answers on two ranks, of which the second rank alone aborts one, at its second token.
+
+    Returns:
+        Tokens of the answers and why they ended; then those of a call in which nobody aborts.
+    """
+    llm = LLM(configure(model, 2, cache_bytes=1 << 24))
+    told: list[int] = []
+
+    def abort(number: int, token: int) -> None:
+        told.append(number)
+        if dist.get_rank() == 1 and told.count(1) == 2:
+            llm.abort(1)
+
+    prompts, sampling = [[1, 2, 3], [4, 5] * 20, [6]], SamplingParams(max_tokens=6)
+    done = llm.generate(prompts, sampling, on_token=abort) + llm.generate(prompts, sampling)
+    assert not sum(llm.engine.cache.referenced(rank) for rank in range(2))
+    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in done]
 
 
 def ask_apart(model: ServedModel) -> tuple[list[str], list[list[int]]]:

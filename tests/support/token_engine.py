@@ -74,7 +74,7 @@ def right_answer(submit: AddRequest) -> list[int]:
     tokens, prompt, sampling = list(submit.tokens), len(submit.tokens), submit.sampling
     while len(tokens) - prompt < sampling.max_tokens:
         tokens.append(choose(submit, prompt, tokens).token)
-        if tokens[-1] in sampling.stops and len(tokens) - prompt >= submit.penalties.fewest:
+        if tokens[-1] in (sampling.stops or ()) and len(tokens) - prompt >= submit.penalties.fewest:
             break
     return tokens[prompt:]
 

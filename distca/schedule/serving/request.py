@@ -11,8 +11,8 @@ from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.partitions import Chain
 
-FinishReason = Literal["stop", "length"]
-"""Why an answer has ended: by a token that ends answers, or by its length."""
+FinishReason = Literal["stop", "length", "abort"]
+"""Why an answer has ended: by a token that ends answers, by its length, or at someone's wish."""
 
 
 def finish_of(
