@@ -347,23 +347,23 @@ class BatchRows:
 
     def last(self) -> dict[int, int]:
         """The row of each sequence's last token, of those that are of this rank."""
-        found, begin = {}, 0
+        last_rows, begin = {}, 0
         for each in self.rows:
             at = np.flatnonzero(each.last)
             for number, row in zip(each.document[at].tolist(), at.tolist(), strict=True):
-                found[each.part.sequences[number]] = begin + row
+                last_rows[each.part.sequences[number]] = begin + row
             begin += len(each.document)
-        return found
+        return last_rows
 
     def rows_of(self, sequence: int) -> Int64s:
         """The rows of a sequence's new tokens that are of this rank."""
-        found, begin = [np.zeros(0, dtype=np.int64)], 0
+        rows, begin = [np.zeros(0, dtype=np.int64)], 0
         for each in self.rows:
             if sequence in each.part.sequences:
                 number = each.part.sequences.index(sequence)
-                found.append(begin + np.flatnonzero(each.document == number))
+                rows.append(begin + np.flatnonzero(each.document == number))
             begin += len(each.document)
-        return np.concatenate(found)
+        return np.concatenate(rows)
 
     @property
     def slots(self) -> Int64s:

@@ -107,10 +107,10 @@ class Engine:
 
     def abort(self, number: int) -> bool:
         """Ends a request in whatever state it is; returns whether there was one."""
-        found = self.scheduler.abort(number)
-        if found:
+        known = self.scheduler.abort(number)
+        if known:
             self._forget(number)
-        return found
+        return known
 
     def schedule(self) -> Iteration | None:
         """Begins the next iteration; None: there is nothing to do."""

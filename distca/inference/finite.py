@@ -79,8 +79,8 @@ class Outputs:
 
 def first_of_all_ranks(place: Place | None) -> Place | None:
     """Returns the first place that any rank has found. Collective."""
-    found = [place]
+    places = [place]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, place)
-    return min((each for each in found if each is not None), default=None)
+        places *= dist.get_world_size()
+        dist.all_gather_object(places, place)
+    return min((each for each in places if each is not None), default=None)

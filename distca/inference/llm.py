@@ -237,9 +237,9 @@ class LLM:
                         scored=prompt_logprobs and leader is None,
                     )
                 )
-        found = self.answer(requests, on_token)
+        completions = self.answer(requests, on_token)
         return [
-            RequestOutput(prompt, [found[n * number + choice] for choice in range(n)])
+            RequestOutput(prompt, [completions[n * number + choice] for choice in range(n)])
             for number, prompt in enumerate(given)
         ]
 

@@ -130,5 +130,5 @@ class Machine:
         if name == "paper":
             return rule
         links = Links(max(ranks // machines, 1), rates.node_gb_per_s, rates.network_gb_per_s)
-        found = SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
-        return found if hurried is None else replace(found, layers=hurried, quick=rule)
+        selector = SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
+        return selector if hurried is None else replace(selector, layers=hurried, quick=rule)

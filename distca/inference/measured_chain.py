@@ -39,7 +39,7 @@ class MeasuredChain:
     def _seconds(self, parts: Parts) -> float:
         if parts not in self.trials:
             which = ("cpu", "wall").index(self.by)
-            found = [self.ranks.time_prefill(parts)[which] for _ in range(self.rounds)]
-            self.trials[parts] = statistics.median(found)
+            times = [self.ranks.time_prefill(parts)[which] for _ in range(self.rounds)]
+            self.trials[parts] = statistics.median(times)
             self.noted()
         return self.trials[parts]

@@ -239,8 +239,8 @@ class ModelRunner:
             return NO_LOGITS
         counts = [len(last), *map(len, scored.values())]
         first, *others = torch.split(logits.float(), counts)
-        for each, found in zip(scored, others, strict=True):
-            scoring[each](new.positions[scored[each]], found)
+        for each, row_logits in zip(scored, others, strict=True):
+            scoring[each](new.positions[scored[each]], row_logits)
         return NextLogits(last, first)
 
     def _logits(
@@ -291,8 +291,8 @@ class ModelRunner:
             with outputs.watched(self._model.module):
                 self.run(replace(batch, blocks={}), tokens)
         self._graphs = graphs
-        found = first_of_all_ranks(outputs.first)
-        return "" if found is None else f": the output of {found[1]} is not finite in {dtype}"
+        first = first_of_all_ranks(outputs.first)
+        return "" if first is None else f": the output of {first[1]} is not finite in {dtype}"
 
     def _serve(self, run: ForwardContext, layer: int) -> None:
         """Takes part in a layer's attention as a server alone."""

@@ -307,7 +307,7 @@ def _read_generation(
         ValueError: it cannot be read, or ends answers by what is no token.
     """
     try:
-        found = transformers.GenerationConfig.from_pretrained(path)
+        generation = transformers.GenerationConfig.from_pretrained(path)
     except Exception as error:
         # A missing file raises the same error as a damaged one.
         if isinstance(error, OSError) and not (Path(path) / "generation_config.json").exists():
@@ -315,14 +315,14 @@ def _read_generation(
         raise ValueError(
             f"{path}: generation_config.json cannot be read: correct or remove it"
         ) from None
-    ends = found.eos_token_id
+    ends = generation.eos_token_id
     for each in ends if isinstance(ends, list) else [ends]:
         if each is not None and not isinstance(each, int):
             raise ValueError(
                 f"{path}: eos_token_id in generation_config.json is {ends!r}: it must be a token "
                 "id or a list of them"
             )
-    return found
+    return generation
 
 
 def model_digest(model: ServedModel) -> bytes:

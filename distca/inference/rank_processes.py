@@ -109,8 +109,8 @@ class RankProcesses:
             Most CPU seconds of a process, and seconds until the last one has ended.
         """
         self._send(("time prefill", tuple(parts)))
-        found = self._collect(lambda *_: None)
-        return max(cpu for cpu, _ in found), max(seconds for _, seconds in found)
+        times = self._collect(lambda *_: None)
+        return max(cpu for cpu, _ in times), max(seconds for _, seconds in times)
 
     def time_group(self, ranks: int, tokens: int) -> float:
         """Feeds a prompt to the first ranks, as `LLM.time_group` does.
@@ -128,8 +128,8 @@ class RankProcesses:
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes that all ranks have sent so far: by the plans, and as transports counted them."""
         self._send(("bytes moved", None))
-        found = self._collect(lambda *_: None)
-        return found[0][0], sum(sent for _, sent in found)
+        counts = self._collect(lambda *_: None)
+        return counts[0][0], sum(sent for _, sent in counts)
 
     def timelines(self) -> list[tuple[str, list[TimelineEvent]]]:
         """Name of each rank and its events so far, as `write_trace` takes them."""

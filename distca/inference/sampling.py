@@ -53,8 +53,8 @@ def take_likeliest(logits: torch.Tensor) -> tuple[list[float], list[int]]:
     import torch
 
     # Both travel from a device together.
-    found = torch.stack([each.double() for each in logits.max(1)])
-    highest, tokens = found.tolist()
+    both = torch.stack([each.double() for each in logits.max(1)])
+    highest, tokens = both.tolist()
     return highest, [int(token) for token in tokens]
 
 

@@ -232,11 +232,11 @@ class SequenceSharing:
         parts = [self._parts(each) for each in heads]
         messages = [torch.cat([of[rank] for of in parts], 1) for rank in range(ranks)]
         rows = self._layer.scattered_rows(self._rows)
-        found = self._exchange.exchange(messages, rows, "heads")
-        found[self._ranks.rank] = messages[self._ranks.rank]
+        received = self._exchange.exchange(messages, rows, "heads")
+        received[self._ranks.rank] = messages[self._ranks.rank]
         dim = self._layer.head_dim
         widths = [of[0].shape[1] for of in parts]
-        whole = torch.split(torch.cat(found), widths, 1)
+        whole = torch.split(torch.cat(received), widths, 1)
         return [each.reshape(len(each), -1, dim) for each in whole]
 
     def _parts(self, heads: torch.Tensor) -> list[torch.Tensor]:
@@ -251,9 +251,9 @@ class SequenceSharing:
         returns the outputs of all heads of its own rows."""
         messages = list(torch.split(out.flatten(1), self._rows.tolist()))
         rows = self._layer.scattered_rows(self._rows).T
-        found = self._exchange.exchange(messages, rows, "outputs")
-        found[self._ranks.rank] = messages[self._ranks.rank]
-        return torch.cat(found, 1).view(len(found[0]), -1, self._layer.head_dim)
+        received = self._exchange.exchange(messages, rows, "outputs")
+        received[self._ranks.rank] = messages[self._ranks.rank]
+        return torch.cat(received, 1).view(len(received[0]), -1, self._layer.head_dim)
 
 
 class _Projection(Protocol):
@@ -300,9 +300,9 @@ class _AttentionWeights:
         layer, block = self._layer, self._block
         q, *kv = self._slices()
         own = torch.cat([q.flatten(), block.o_proj.weight.t().flatten()])[None]
-        found = self._exchange.all_gather(own, np.ones(layer.ranks, dtype=np.int64), "weights")
-        whole_q = found[:, : q.numel()].reshape(-1, q.shape[1])
-        whole_o = found[:, q.numel() :].reshape(-1, layer.hidden_size).t()
+        gathered = self._exchange.all_gather(own, np.ones(layer.ranks, dtype=np.int64), "weights")
+        whole_q = gathered[:, : q.numel()].reshape(-1, q.shape[1])
+        whole_o = gathered[:, q.numel() :].reshape(-1, layer.hidden_size).t()
         whole_k, whole_v = self._gather_keys(torch.stack(kv))
         if hasattr(block, "qkv_proj"):
             self._replace(block.qkv_proj, torch.cat([whole_q, whole_k, whole_v]))
@@ -327,19 +327,21 @@ class _AttentionWeights:
         if hasattr(block, "qkv_proj"):
             widths = [layer.query_width, layer.key_width, layer.key_width]
             return list(torch.split(block.qkv_proj.weight, widths))
-        found = []
+        rows = []
         for each in (block.q_proj, block.k_proj, block.v_proj):
             biases = [] if each.bias is None else [each.bias[:, None]]
-            found.append(torch.cat([each.weight, *biases], 1))
-        return found
+            rows.append(torch.cat([each.weight, *biases], 1))
+        return rows
 
     def _gather_keys(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All outputs of the projections to keys and values; `own` is `[2, outputs, inputs]`."""
         layer = self._layer
-        found = self._exchange.exchange([own[None]] * layer.ranks, layer.key_senders, "key weights")
-        found[self._rank] = own[None]
+        received = self._exchange.exchange(
+            [own[None]] * layer.ranks, layer.key_senders, "key weights"
+        )
+        received[self._rank] = own[None]
         # Of ranks that have the same heads one has sent them.
-        keys, values = torch.cat(found).transpose(0, 1).flatten(1, 2)
+        keys, values = torch.cat(received).transpose(0, 1).flatten(1, 2)
         return keys, values
 
     def _replace(self, projection: _Projection, whole: torch.Tensor) -> None:

@@ -126,8 +126,8 @@ def calibrate(
             file = replace(file, samples=drawn)
             yield file
         for number in numbers[len(file.measured) :]:
-            found = calibrated.measure(number, file.samples, told)
-            file = replace(file, measured=[*file.measured, found])
+            measured = calibrated.measure(number, file.samples, told)
+            file = replace(file, measured=[*file.measured, measured])
             yield file
     yield file
 
@@ -214,8 +214,8 @@ def _compared(logits: torch.Tensor) -> torch.Tensor:
 
 def _recalled(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """Which tokens of the needle are likeliest, bool `[NEEDLE - CUE]`."""
-    found = logits[-(NEEDLE - CUE) - 1 : -1].argmax(-1)
-    return found == torch.tensor(tokens[-(NEEDLE - CUE) :])
+    likeliest = logits[-(NEEDLE - CUE) - 1 : -1].argmax(-1)
+    return likeliest == torch.tensor(tokens[-(NEEDLE - CUE) :])
 
 
 def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[Sparsity]:
@@ -234,7 +234,7 @@ def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[
         np.argsort(curves.mass(curves.mean_length, layer, each).mean(axis=-1), kind="stable")
         for layer, each in enumerate(options)
     ]
-    found = []
+    sparsities = []
     for _ in range(number):
         # Groups of layers drop more and less, and some nothing, so that they can be told apart;
         # most of them little, as tight bounds allow.
@@ -248,5 +248,5 @@ def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[
             kept[layer] = options[layer][orders[layer][int(place * (len(options[layer]) - 1))]]
         kept = np.concatenate([np.ones((*kept.shape[:2], 1)), np.maximum(kept, LEAST_KEPT)], axis=2)
         ratios = tuple(tuple(map(tuple, heads)) for heads in kept.tolist())
-        found.append(Sparsity(ratios, dense.queries))
-    return found
+        sparsities.append(Sparsity(ratios, dense.queries))
+    return sparsities

@@ -257,8 +257,8 @@ class _Cut:
         if layer in _VOCABULARY:
             rows = -(-shape[0] // size)
             first, end = (min(each * rows, shape[0]) for each in (rank, rank + 1))
-            found = _read(weight, 0, [(first, end)])
-            return torch.nn.functional.pad(found, (0, 0, 0, rows - len(found)))
+            stored = _read(weight, 0, [(first, end)])
+            return torch.nn.functional.pad(stored, (0, 0, 0, rows - len(stored)))
         return _read(weight, 0, [(0, shape[0])])
 
     def _outputs(self, layer: str, count: int) -> list[tuple[int, int]]:
@@ -285,8 +285,8 @@ class _Cut:
 
 def _read(weight: StoredTensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Copies ranges of a dimension of a stored weight, so that the file's pages can be freed."""
-    found = [weight[(slice(None),) * dim + (slice(*each),)] for each in ranges]
-    return torch.cat(found, dim) if len(found) > 1 else found[0].clone()
+    slices = [weight[(slice(None),) * dim + (slice(*each),)] for each in ranges]
+    return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone()
 
 
 def _add_hooks(model: PreTrainedModel, vocabulary: int, ranks: TensorRanks) -> None:

@@ -57,14 +57,14 @@ class TransformersModel:
         attention: LayerAttention,
     ) -> torch.Tensor:
         """See `RunnableModel.logits`."""
-        found = self.module(
+        output = self.module(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=rows,
             distca_run=attention,
         )
-        logits: torch.Tensor = found.logits[0]
+        logits: torch.Tensor = output.logits[0]
         return logits
 
 

@@ -81,11 +81,11 @@ class _Scoring:
         for position, row in zip(positions.tolist(), logits, strict=True):
             if position + 1 < len(tokens):
                 try:
-                    found = TokenLogprobs.of(row, tokens[position + 1], count)
+                    logprobs = TokenLogprobs.of(row, tokens[position + 1], count)
                 except UnusableLogitsError as error:
                     self.failed = str(error)
                     return
-                self.found[position + 1] = found
+                self.found[position + 1] = logprobs
 
 
 class Worker:
@@ -345,9 +345,10 @@ class Choice(NamedTuple):
 
 def choose_tokens(choices: Sequence[Choice], logits: NextLogits) -> list[SampledToken]:
     """Chooses the token that follows each sequence; says why none can be chosen, if so."""
-    found = _likeliest({each.asked.number for each in choices if each.is_likeliest}, logits)
+    likeliest = _likeliest({each.asked.number for each in choices if each.is_likeliest}, logits)
     return [
-        found.get(each.asked.number) or _choose(each, logits[each.asked.number]) for each in choices
+        likeliest.get(each.asked.number) or _choose(each, logits[each.asked.number])
+        for each in choices
     ]
 
 
@@ -356,14 +357,14 @@ def _likeliest(numbers: Collection[int], logits: NextLogits) -> dict[int, Sample
     if not numbers:
         return {}
     order, rows = logits.together(numbers)
-    found = {}
+    chosen = {}
     for number, high, token in zip(order, *take_likeliest(rows), strict=True):
         try:
             check_highest(high)
-            found[number] = SampledToken(number, token, None)
+            chosen[number] = SampledToken(number, token, None)
         except UnusableLogitsError as error:
-            found[number] = SampledToken(number, -1, None, str(error))
-    return found
+            chosen[number] = SampledToken(number, -1, None, str(error))
+    return chosen
 
 
 def _choose(choice: Choice, logits: torch.Tensor) -> SampledToken:

@@ -61,5 +61,5 @@ class LayerRows:
         self._come[index, own] = True
         whole = index[self._come[index].all(axis=1) & ~self._given[index]]
         self._given[whole] = True
-        found = self._parts[:, torch.from_numpy(whole)]
-        return whole, found[0], found[1]
+        taken = self._parts[:, torch.from_numpy(whole)]
+        return whole, taken[0], taken[1]

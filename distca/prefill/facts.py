@@ -89,10 +89,10 @@ def model_folder(name: str, revision: str | None = None, cache_dir: str | None =
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found: str = snapshot_download(
+        folder: str = snapshot_download(
             name, revision=revision, cache_dir=cache_dir, local_files_only=True
         )
-        return found
+        return folder
     except LocalEntryNotFoundError:
         raise ValueError(
             f"{name} is in no folder whose weights can be compared with those of the other side: "
@@ -116,12 +116,12 @@ def disagreement(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | No
 
 def _rotary(config: PreTrainedConfig) -> dict[str, object]:
     """Numbers of rotary embeddings, wherever a version of transformers keeps them."""
-    found = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(getattr(config, "rope_parameters", None) or {})
     theta = getattr(config, "rope_theta", None)
     if theta is not None:
-        found.setdefault("rope_theta", theta)
-    found.setdefault("rope_type", found.pop("type", "default"))
-    return {name: value for name, value in found.items() if value is not None}
+        rope.setdefault("rope_theta", theta)
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    return {name: value for name, value in rope.items() if value is not None}
 
 
 def _weights_digest(folder: Path) -> str:

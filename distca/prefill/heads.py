@@ -42,8 +42,8 @@ class HeadSlices:
         if rank % copies != worker % copies:
             return range(0)
         held = self.held(rank)
-        found = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
-        return found if found else range(0)
+        common = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
+        return common if common else range(0)
 
     def senders(self, worker: int, wanted: range) -> tuple[int, ...]:
         """Numbers of the ranks that send rows to a process of an engine; see `sent`."""

@@ -347,13 +347,13 @@ def _parts(parcel: Parcel, most: int) -> Iterator[Parcel]:
 
 def _cut(pieces: Iterable[tuple[int, int]], first: int, end: int) -> list[tuple[int, int]]:
     """Pieces of the rows from `first` to `end`, counted over all pieces."""
-    found, before = [], 0
+    cut, before = [], 0
     for start, stop in pieces:
         low, high = max(first - before, 0), min(end - before, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            cut.append((start + low, start + high))
         before += stop - start
-    return found
+    return cut
 
 
 def _bytes_of(rows: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Importance:
 
 
 def _observed(plan: Plan, rank: int, key_places: Int64s) -> tuple[Observed, ...]:
-    placement, found = plan.placement, []
+    placement, observed = plan.placement, []
     rows = placement.first_rows(), placement.first_rows(plan.own_pieces)
     for document in distinct(placement.document[plan.own_pieces & (placement.rank == rank)]):
         mine = (placement.rank == rank) & (placement.document == document)
@@ -97,7 +97,7 @@ def _observed(plan: Plan, rank: int, key_places: Int64s) -> tuple[Observed, ...]
             listed.append(spans)
         (keys, kv_positions), (queries, q_positions) = listed
         last = np.argsort(q_positions)[-OBSERVERS:]
-        found.append(
+        observed.append(
             Observed(
                 index_of(queries[last]),
                 index_of(keys),
@@ -106,4 +106,4 @@ def _observed(plan: Plan, rank: int, key_places: Int64s) -> tuple[Observed, ...]
                 torch.from_numpy(kv_positions),
             )
         )
-    return tuple(found)
+    return tuple(observed)

@@ -62,8 +62,8 @@ class SparseCall(SteppedCall):
     def _choose(self, span: KeptSpan, keys: bool) -> tuple[torch.Tensor, ...]:
         if (keys, span) not in self._chosen:
             table = self._of_keys if keys else self._of_queries
-            found = most_important(table[span.begin : span.end], span.counts)
-            self._chosen[keys, span] = tuple(rows + span.begin for rows in found)
+            by_head = most_important(table[span.begin : span.end], span.counts)
+            self._chosen[keys, span] = tuple(rows + span.begin for rows in by_head)
         return self._chosen[keys, span]
 
     def _fills(self, number: int) -> tuple[Fill, Fill]:

@@ -113,8 +113,8 @@ class BlockTables:
                 if not self._free_lines:
                     self._grow(2 * len(self._used), self._host.shape[1])
                 self._line[sequence] = heapq.heappop(self._free_lines)
-        found = map(self._line.__getitem__, sequences)
-        return np.fromiter(found, dtype=np.int64, count=len(sequences))
+        lines_of_all = map(self._line.__getitem__, sequences)
+        return np.fromiter(lines_of_all, dtype=np.int64, count=len(sequences))
 
     def append(self, sequence: int, blocks: Sequence[int]) -> None:
         """Adds blocks behind those that a sequence has."""

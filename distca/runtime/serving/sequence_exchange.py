@@ -42,15 +42,15 @@ class SequenceExchange:
             phase: name under which bytes are counted, and with " between nodes" those there.
         """
         between, within = gathered_rows(rows, self.ranks_per_node)
-        found = self.exchange([own] * self.ranks, between, f"{phase} between nodes")
-        found[self.rank] = own
-        of_alike = torch.cat([found[each] for each in self._alike])
-        found = self.exchange([of_alike] * self.ranks, within, phase)
-        found[self.rank] = of_alike
+        received = self.exchange([own] * self.ranks, between, f"{phase} between nodes")
+        received[self.rank] = own
+        of_alike = torch.cat([received[each] for each in self._alike])
+        received = self.exchange([of_alike] * self.ranks, within, phase)
+        received[self.rank] = of_alike
         pieces = dict[int, torch.Tensor]()
         for other in self._node:
             alike = range(other % self.ranks_per_node, self.ranks, self.ranks_per_node)
-            parts = torch.split(found[other], rows[list(alike)].tolist())
+            parts = torch.split(received[other], rows[list(alike)].tolist())
             pieces |= zip(alike, parts, strict=True)
         return torch.cat([pieces[rank] for rank in range(self.ranks)])
 
@@ -68,18 +68,18 @@ class SequenceExchange:
             torch.cat(pieces[rank % self.ranks_per_node :: self.ranks_per_node])
             for rank in range(self.ranks)
         ]
-        found = self.exchange(messages, within, phase)
+        received = self.exchange(messages, within, phase)
         sums = messages[self.rank].clone()
         for other in self._node:
             if other != self.rank:
-                sums += found[other]
+                sums += received[other]
         pieces = torch.split(sums, rows[list(self._alike)].tolist())
         messages = [pieces[rank // self.ranks_per_node] for rank in range(self.ranks)]
-        found = self.exchange(messages, between, f"{phase} between nodes")
+        received = self.exchange(messages, between, f"{phase} between nodes")
         own = messages[self.rank]
         for other in self._alike:
             if other != self.rank:
-                own = own + found[other]
+                own = own + received[other]
         return own
 
     def exchange(

@@ -187,8 +187,8 @@ class SteppedCall:
         step = self._exchange.steps[number]
         with self._span("wait for combine", "exchange", number):
             messages = pending.wait().view(WORD)
-        found, _ = step.combine.layout(self._result_types).receive
-        begin, results = 0, _received(found, messages)
+        layout, _ = step.combine.layout(self._result_types).receive
+        begin, results = 0, _received(layout, messages)
         for rows in step.returned:
             end = begin + _length(rows)
             merge_rows(self._out, self._lse, rows, *(each[begin:end] for each in results))
@@ -215,15 +215,15 @@ class SteppedCall:
         channel, layout = Channel(direction, number % STEP_SLOTS), exchanged.layout(types)
         transport = self._core.transport
         messages = transport.staging(channel, layout.sizes.sent).view(WORD)
-        for found, fill in zip(layout.send, fills, strict=True):
-            if not found.rows:
+        for kind, fill in zip(layout.send, fills, strict=True):
+            if not kind.rows:
                 continue
-            if found.place is None:
-                fill(PackedRows.at(found.in_place(messages), found.format).tensors)
+            if kind.place is None:
+                fill(PackedRows.at(kind.in_place(messages), kind.format).tensors)
             else:
-                rows = PackedRows.at(_words(found, messages), found.format)
+                rows = PackedRows.at(_words(kind, messages), kind.format)
                 fill(rows.tensors)
-                found.put(messages, rows.words)
+                kind.put(messages, rows.words)
         return transport.start(phase, channel, layout.sizes)
 
     def _fills(self, number: int) -> tuple[Fill, Fill]:
@@ -278,18 +278,18 @@ def nothing_to_fill(_: Sequence[torch.Tensor]) -> None:
     """Fills the rows of a kind that has none."""
 
 
-def _words(found: KindLayout, messages: torch.Tensor) -> torch.Tensor:
-    return messages.new_empty((found.rows, found.format.words))
+def _words(layout: KindLayout, messages: torch.Tensor) -> torch.Tensor:
+    return messages.new_empty((layout.rows, layout.format.words))
 
 
-def _received(found: KindLayout, messages: torch.Tensor) -> Sequence[torch.Tensor]:
+def _received(layout: KindLayout, messages: torch.Tensor) -> Sequence[torch.Tensor]:
     """Returns the rows of each tensor of a kind, where they arrived if there are none of another
     kind."""
-    if found.place is None:
-        return found.format.tensors(found.in_place(messages))
-    words = _words(found, messages)
-    found.take(messages, words)
-    return found.format.tensors(words)
+    if layout.place is None:
+        return layout.format.tensors(layout.in_place(messages))
+    words = _words(layout, messages)
+    layout.take(messages, words)
+    return layout.format.tensors(words)
 
 
 def _length(rows: Index) -> int:

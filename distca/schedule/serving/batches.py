@@ -43,12 +43,12 @@ class PrefillBatch:
 
     def members(self) -> set[int]:
         """Returns the ranks that own new tokens, or compute or send something."""
-        found = {*self.new.rank.tolist()}
+        ranks = {*self.new.rank.tolist()}
         for stepped in self.plans.by_mask.values():
-            found |= {*stepped.plan.tasks.server.tolist()}
+            ranks |= {*stepped.plan.tasks.server.tolist()}
             for segments in (stepped.plan.q_segments, stepped.kv_segments):
-                found |= {*segments.owner.tolist()}
-        return found
+                ranks |= {*segments.owner.tolist()}
+        return ranks
 
     def bytes_by_sequence(
         self, windows: Sequence[int | None], shape: AttentionShape, tensor_ranks: int
@@ -66,11 +66,11 @@ class PrefillBatch:
         )
         layers = [self.plans.of(layer, Mask(window)) for layer, window in enumerate(windows)]
         plans, times = {id(plan): plan for plan in layers}, Counter(map(id, layers))
-        found = [
+        of_plans = [
             n * _bytes(plan, whole) if plan.drops else n * tensor_ranks * _bytes(plan, shape)
             for plan, n in ((plans[each], n) for each, n in times.items())
         ]
-        return np.sum(found, axis=0)
+        return np.sum(of_plans, axis=0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Batch:
             shape: heads of one tensor-parallel rank.
             tensor_ranks: tensor-parallel ranks, whose bytes are added up.
         """
-        found: list[int] = []
+        moved_bytes: list[int] = []
         for part in self.parts:
             if isinstance(part, PrefillBatch):
                 moved = part.bytes_by_sequence(windows, shape, tensor_ranks)
@@ -162,11 +162,13 @@ class Batch:
                     for window, count in Counter(windows).items()
                 ]
                 moved = tensor_ranks * np.sum(of_masks, axis=0)
-            found += moved.tolist()
+            moved_bytes += moved.tolist()
         if self.shared is not None:
             tokens = [np.sum(part.rows - part.before, axis=1) for part in self.parts]
-            found = (self.shared.bytes_by_sequence(np.concatenate(tokens)) + found).tolist()
-        return found
+            moved_bytes = (
+                self.shared.bytes_by_sequence(np.concatenate(tokens)) + moved_bytes
+            ).tolist()
+        return moved_bytes
 
 
 def _bytes(stepped: SteppedPlan, shape: AttentionShape) -> Int64s:

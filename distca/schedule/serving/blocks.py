@@ -140,14 +140,14 @@ def extend_digests(
         block_size: tokens of a block.
         salt: what else keys and values depend on: the model.
     """
-    found = list(known)
-    begin, end = len(found) * block_size, len(tokens) // block_size * block_size
+    digests = list(known)
+    begin, end = len(digests) * block_size, len(tokens) // block_size * block_size
     data = np.array(tokens[begin:end], dtype=np.int64).tobytes()
     size = block_size * np.dtype(np.int64).itemsize
     for at in range(0, len(data), size):
-        before = found[-1] if found else salt
-        found.append(hashlib.sha256(before + data[at : at + size]).digest())
-    return found
+        before = digests[-1] if digests else salt
+        digests.append(hashlib.sha256(before + data[at : at + size]).digest())
+    return digests
 
 
 class PrefixCache:
@@ -199,15 +199,15 @@ class PrefixCache:
             wanted: digests of the prefix.
             waited: whether blocks count that are kept for those alone that wait for them.
         """
-        found: list[Block] = []
+        blocks: list[Block] = []
         for digest in wanted if self.enabled or waited else ():
             block = self._by_digest.get(digest)
             if block is None:
                 break
             self.pool.share(block.rank, [block.number])
             self._idle[block.rank].pop(block, None)
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def keep(self, block: Block, digest: bytes, waited: bool = False) -> None:
         """Keeps a full block that is computed, unless one with the same digest is kept already.

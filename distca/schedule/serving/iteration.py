@@ -67,17 +67,17 @@ def rows_on_ranks(
     """
     if world_size == 1:
         return ends[:, None]
-    found = np.zeros((len(entries), world_size), dtype=np.int64)
-    for rows, entry, end in zip(found, entries, ends.tolist(), strict=True):
+    table = np.zeros((len(entries), world_size), dtype=np.int64)
+    for rows, entry, end in zip(table, entries, ends.tolist(), strict=True):
         full, rest = divmod(end, block_size)
         rows += np.bincount(entry.ranks[:full], minlength=world_size) * block_size
         if rest:
             rows[entry.ranks[full]] += rest
-    return found
+    return table
 
 
 def plan_iteration(
-    parts: Sequence[BatchEntry],
+    entries: Sequence[BatchEntry],
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
@@ -87,15 +87,15 @@ def plan_iteration(
     """Plans an iteration.
 
     Args:
-        parts: what is fed, at least one.
+        entries: what is fed, at least one.
         masks: masks of the model's layers.
         block_size: positions of a block.
         world_size: ranks that there are.
         strategy: what travels in chunks of prompts, or who chooses it.
         head_groups: groups of heads that sp-ntp scatters.
     """
-    decoded = [part for part in parts if part.count == 1 and part.start]
-    chunked = [part for part in parts if part.count > 1 or not part.start]
+    decoded = [entry for entry in entries if entry.count == 1 and entry.start]
+    chunked = [entry for entry in entries if entry.count > 1 or not entry.start]
     members: set[int] = set()
     new_tokens = np.zeros(world_size, dtype=np.int64)
     prefill = decode = None
@@ -113,40 +113,42 @@ def plan_iteration(
 
 
 def _plan_prefill(
-    parts: Sequence[BatchEntry],
+    entries: Sequence[BatchEntry],
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
     strategy: PrefillStrategy,
     head_groups: int,
 ) -> PrefillBatch:
-    held = _owned([(part, 0, part.start) for part in parts], block_size, world_size)
+    held = _owned([(entry, 0, entry.start) for entry in entries], block_size, world_size)
     new = _owned(
-        [(part, part.start, part.start + part.count) for part in parts], block_size, world_size
+        [(entry, entry.start, entry.start + entry.count) for entry in entries],
+        block_size,
+        world_size,
     )
 
     if not isinstance(strategy, str) and len({*held.rank.tolist(), *new.rank.tolist()}) == 1:
         # Nothing travels: short requests do not wait for a choice.
         strategy = "pass-kv"
-    dense = np.array([part.dense for part in parts])
+    dense = np.array([entry.dense for entry in entries])
     plans = plan_layers(held, new, masks, strategy, dense, head_groups)
-    starts = np.array([part.start for part in parts], dtype=np.int64)
-    before = rows_on_ranks(parts, starts, block_size, world_size)
-    return PrefillBatch(tuple(part.sequence for part in parts), plans, new, before)
+    starts = np.array([entry.start for entry in entries], dtype=np.int64)
+    before = rows_on_ranks(entries, starts, block_size, world_size)
+    return PrefillBatch(tuple(entry.sequence for entry in entries), plans, new, before)
 
 
 def _plan_decode(
-    parts: Sequence[BatchEntry], masks: Sequence[Mask], block_size: int, world_size: int
+    entries: Sequence[BatchEntry], masks: Sequence[Mask], block_size: int, world_size: int
 ) -> DecodeBatch:
-    positions = np.array([part.start for part in parts], dtype=np.int64)
+    positions = np.array([entry.start for entry in entries], dtype=np.int64)
 
     def rows(ends: Int64s) -> Int64s:
-        return rows_on_ranks(parts, ends, block_size, world_size)
+        return rows_on_ranks(entries, ends, block_size, world_size)
 
     return DecodeBatch(
-        tuple(part.sequence for part in parts),
+        tuple(entry.sequence for entry in entries),
         positions,
-        np.array([part.ranks[part.start // block_size] for part in parts], dtype=np.int64),
+        np.array([entry.ranks[entry.start // block_size] for entry in entries], dtype=np.int64),
         rows(positions),
         {mask: rows(mask.first_key(positions)) for mask in masks},
     )
@@ -157,9 +159,9 @@ def _owned(
 ) -> Placement:
     """Owners of spans `[start, end)` of sequences; neighbouring blocks of a rank are one piece."""
     columns = []
-    for document, (part, start, end) in enumerate(spans):
+    for document, (entry, start, end) in enumerate(spans):
         blocks = np.arange(start // block_size, -(-end // block_size))
-        rank = part.ranks[blocks]
+        rank = entry.ranks[blocks]
         opens = np.flatnonzero(np.diff(rank, prepend=-1))
         starts = np.maximum(blocks[opens] * block_size, start)
         ends = np.append(starts[1:], end)[: len(starts)]

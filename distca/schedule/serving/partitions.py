@@ -189,18 +189,18 @@ def search_partition(
     ends = np.linspace(0, 1, ranks + 1)
     powers = _POWERS[:: _FEW if few else 1]
     starts = np.stack([cut_prompt(tokens, np.diff(ends**power)) for power in powers])
-    found = seconds(starts)
-    best, reached = starts[int(found.argmin())], float(found.min())
+    times = seconds(starts)
+    best, reached = starts[int(times.argmin())], float(times.min())
     moves = _shifts(ranks - 1) if few else _moves(ranks - 1)
     stride = max(tokens // ranks // 8, finest)
     while True:
         cuts = np.cumsum(best)[:-1] + np.rint(moves * stride).astype(np.int64)
         candidates = np.diff(cuts, axis=1, prepend=0, append=np.full((len(cuts), 1), tokens))
         candidates = candidates[(candidates > 0).all(axis=1)]
-        found = seconds(candidates)
-        first = int(found.argmin()) if len(found) else 0
-        if len(found) and found[first] < reached:
-            best, reached = candidates[first], float(found[first])
+        times = seconds(candidates)
+        first = int(times.argmin()) if len(times) else 0
+        if len(times) and times[first] < reached:
+            best, reached = candidates[first], float(times[first])
         elif stride > finest:
             stride = max(stride // 2, finest)
         else:
@@ -324,7 +324,9 @@ def load_partitions(path: Path) -> PartitionTable:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["format"] != FORMAT:
             raise ValueError(f"format {saved['format']}, not {FORMAT}")
-        shares = {int(each): tuple(map(float, found)) for each, found in saved["shares"].items()}
+        shares = {
+            int(each): tuple(map(float, of_length)) for each, of_length in saved["shares"].items()
+        }
         trials = {
             int(each): {tuple(map(int, parts)): float(seconds) for parts, seconds in tried}
             for each, tried in saved.get("trials", {}).items()

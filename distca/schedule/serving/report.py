@@ -46,7 +46,7 @@ def describe_steps(stepped: SteppedPlan, shape: AttentionShape) -> tuple[StepSum
         stepped: a valid plan.
         shape: heads of one tensor-parallel rank.
     """
-    found, plan, tasks = [], stepped.plan, stepped.plan.tasks
+    steps, plan, tasks = [], stepped.plan, stepped.plan.tasks
     visible, kept = tasks.pairs(plan.mask), stepped.kept_pairs()
     pairs, heads = kept.sum(axis=1), kept.shape[1]
     for number, moved in enumerate(step_bytes(stepped, shape)):
@@ -57,7 +57,7 @@ def describe_steps(stepped: SteppedPlan, shape: AttentionShape) -> tuple[StepSum
         keys = whole = int(segments.kv.moved()[2].sum())
         if stepped.drops:
             keys = round(int(stepped.kept_keys.of_step(number).counts.sum()) / heads)
-        found.append(
+        steps.append(
             StepSummary(
                 tasks=int(mine.sum()),
                 query_rows=int(segments.q.moved()[2].sum()),
@@ -71,4 +71,4 @@ def describe_steps(stepped: SteppedPlan, shape: AttentionShape) -> tuple[StepSum
                 kept_keys=keys / whole if whole else 1.0,
             )
         )
-    return tuple(found)
+    return tuple(steps)

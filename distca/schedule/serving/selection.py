@@ -130,8 +130,8 @@ class EmpiricalRule:
             pass_q: seconds with pass-Q.
         """
         columns = np.stack([*_features(new, cached), np.ones(len(new))], axis=1)
-        found = np.linalg.lstsq(columns, np.log(pass_q / pass_kv), rcond=None)[0]
-        return EmpiricalRule(*map(float, found))
+        solution = np.linalg.lstsq(columns, np.log(pass_q / pass_kv), rcond=None)[0]
+        return EmpiricalRule(*map(float, solution))
 
     def of_tokens(self, new: int, cached: int) -> Strategy:
         """Returns the choice for one sequence."""

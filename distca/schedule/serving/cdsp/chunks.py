@@ -137,9 +137,9 @@ def _plan(
     degrees = [s for s in search.times.degrees if s <= len(groups.everyone)]
     planner = _Planner(search, groups)
     for candidates in ([s for s in degrees if s <= search.most_ranks], degrees):
-        found = planner.plan(tokens, cached, holders, candidates, groups.everyone, 0.0)
-        if found is not None:
-            return PrefillPlan(found)
+        chunks = planner.plan(tokens, cached, holders, candidates, groups.everyone, 0.0)
+        if chunks is not None:
+            return PrefillPlan(chunks)
     return None
 
 

@@ -33,10 +33,10 @@ class Groups:
 
     def latest(self, group: Ranks) -> float:
         """Returns the seconds until all ranks of a group are free."""
-        found = self._latest.get(group)
-        if found is None:
-            found = self._latest[group] = max(map(self._queued.__getitem__, group))
-        return found
+        latest = self._latest.get(group)
+        if latest is None:
+            latest = self._latest[group] = max(map(self._queued.__getitem__, group))
+        return latest
 
     def extend(self, pool: Ranks, group: Ranks, degree: int) -> Ranks:
         """Returns `degree` ranks of a pool, those of `group` among them.
@@ -45,10 +45,10 @@ class Groups:
         those of other nodes.
         """
         key = (pool, group, degree)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._extend(pool, group, degree)
-        return found
+        ranks = self._found.get(key)
+        if ranks is None:
+            ranks = self._found[key] = self._extend(pool, group, degree)
+        return ranks
 
     def _extend(self, pool: Ranks, group: Ranks, degree: int) -> Ranks:
         chosen = set(group)

@@ -221,10 +221,10 @@ def _fit_degree(measured: Sequence[Prefill]) -> Coefficients:
     growing = [1, len(columns) - 1]
     for count in range(1, len(columns) + 1):
         for chosen in itertools.combinations(range(len(columns)), count):
-            found = np.linalg.lstsq(matrix[:, chosen], np.ones(len(seconds)), rcond=None)[0]
-            error = float(np.sum((matrix[:, chosen] @ found - 1) ** 2))
+            solution = np.linalg.lstsq(matrix[:, chosen], np.ones(len(seconds)), rcond=None)[0]
+            error = float(np.sum((matrix[:, chosen] @ solution - 1) ** 2))
             values = np.zeros(len(columns))
-            values[list(chosen)] = found
+            values[list(chosen)] = solution
             if (values >= 0).all() and values[growing].any() and error < least:
                 best, least = values, error
     fitted = [float(value / size) for value, size in zip(best, sizes, strict=True)]

@@ -123,21 +123,21 @@ class CalibrationFile:
     def save(self, path: Path) -> None:
         """Writes the file, replaced if it exists."""
         on = asdict(self.measured_on) | {"lengths": [each.tokens for each in self.measured]}
-        found: dict[str, object] = {}
+        fits: dict[str, object] = {}
         if len(self.measured) == self.measured_on.prompts:
             calibration = self.calibration
-            found = {
+            fits = {
                 "held_out_prompts": len(calibration.held_out),
                 "recalled_by_the_dense_model": _rounded(calibration.recalled),
             }
             for measure, fit in calibration.fits.items():
-                found[measure] = {
+                fits[measure] = {
                     "median_relative_error_on_held_out_prompts": _rounded(fit.error),
                     "headroom": _rounded(fit.headroom),
                     "margin": _rounded(fit.margin),
                     "weights_of_mass_and_its_square_by_layers": _rounded(fit.weights),
                 }
-        text = json.dumps({"format": FORMAT, "measured_on": on, "found": found}, indent=1)[:-2]
+        text = json.dumps({"format": FORMAT, "measured_on": on, "found": fits}, indent=1)[:-2]
         # Tables of numbers are a line each.
         text += f',\n "kept_ratios_of_dropped_mass": {json.dumps(_rounded(GRID))}'
         for name, rows in (
@@ -192,9 +192,9 @@ def load_calibration(path: Path) -> CalibrationFile:
             )
             for each in saved["measured"]
         ]
-        found = CalibrationFile(MeasuredOn(**on), samples, measured)
-        _check_sizes(found)
-        return found
+        file = CalibrationFile(MeasuredOn(**on), samples, measured)
+        _check_sizes(file)
+        return file
     except (
         *(OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError),
     ) as error:

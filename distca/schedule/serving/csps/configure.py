@@ -93,8 +93,8 @@ def layer_options(calibration: Calibration, tokens: int, layer: int) -> Floats:
     by_mass = [calibration.kept_at(tokens, layer, most) for most in _TOLERANCES]
     options = np.maximum(np.concatenate([dense, by_level, np.array(by_mass)]), LEAST_KEPT)
     options = np.round(options, 4)
-    found: Floats = options[np.sort(np.unique(options, axis=0, return_index=True)[1])]
-    return found
+    distinct: Floats = options[np.sort(np.unique(options, axis=0, return_index=True)[1])]
+    return distinct
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ class Configurator:
             )
             for layer, each in enumerate(options)
         ]
-        found = []
+        configured = []
         for partitions in self._partitions():
             seconds = self._seconds(options, partitions)
-            found.append(self._configured(options, knapsack(seconds, used), partitions))
-        return min(found, key=lambda each: each.seconds)
+            configured.append(self._configured(options, knapsack(seconds, used), partitions))
+        return min(configured, key=lambda each: each.seconds)
 
     def least_degraded(self, most_seconds: float) -> Configuration:
         """Returns the configuration of least divergence within a bound on the seconds to the first
@@ -153,7 +153,7 @@ class Configurator:
         Raises:
             ValueError: nothing is as fast; says what the best is.
         """
-        options, found, best = self._options(), [], np.inf
+        options, configured, best = self._options(), [], np.inf
         divergence = [self._degradation("kl", *each) for each in enumerate(options)]
         for partitions in self._partitions():
             seconds = self._seconds(options, partitions)
@@ -162,13 +162,13 @@ class Configurator:
             if least > most_seconds:
                 continue
             used = [_parts(each - each.min(), most_seconds - least) for each in seconds]
-            found.append(self._configured(options, knapsack(divergence, used), partitions))
-        if not found:
+            configured.append(self._configured(options, knapsack(divergence, used), partitions))
+        if not configured:
             raise ValueError(
                 f"no sparsity reaches a first token after {most_seconds:.4g} s: the best possible "
                 f"is {best:.4g} s with all far keys but {LEAST_KEPT:.1%} dropped; give that or more"
             )
-        return min(found, key=lambda each: (each.kl, each.seconds))
+        return min(configured, key=lambda each: (each.kl, each.seconds))
 
     def _partitions(self) -> Sequence[Partitions]:
         if self.partitions is not None:
@@ -234,14 +234,14 @@ def knapsack(values: Sequence[Floats], parts: Sequence[Int64s]) -> Int64s:
     best = np.zeros(_BINS + 1)
     chosen = np.zeros((len(values), _BINS + 1), dtype=np.int64)
     for layer, (of_layer, used) in enumerate(zip(values, parts, strict=True)):
-        found = np.full(_BINS + 1, np.inf)
+        least = np.full(_BINS + 1, np.inf)
         for option in _worthwhile(of_layer, used):
             part = used[option]
             total = best[: _BINS + 1 - part] + of_layer[option]
-            better = total < found[part:]
-            found[part:][better] = total[better]
+            better = total < least[part:]
+            least[part:][better] = total[better]
             chosen[layer, part:][better] = option
-        best = found
+        best = least
     left, result = _BINS, np.zeros(len(values), dtype=np.int64)
     for layer in reversed(range(len(values))):
         result[layer] = chosen[layer, left]

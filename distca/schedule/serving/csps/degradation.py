@@ -142,8 +142,8 @@ class Calibration:
         above = np.clip(np.searchsorted(GRID, kept), 1, len(GRID) - 1)
         low, high = np.array(GRID)[above - 1], np.array(GRID)[above]
         part = (kept - low) / (high - low)
-        found = curves[heads, levels, above - 1] * (1 - part) + curves[heads, levels, above] * part
-        result: Floats = found.sum(axis=-1)
+        values = curves[heads, levels, above - 1] * (1 - part) + curves[heads, levels, above] * part
+        result: Floats = values.sum(axis=-1)
         return result
 
     def kept_at(self, tokens: int, layer: int, most: float) -> Floats:
@@ -164,7 +164,7 @@ class Calibration:
     def fits(self) -> Mapping[Measure, Fit]:
         """The regression of each measure."""
         columns = np.array([self._features(self.mean_length, sample) for sample in self.samples])
-        found: dict[Measure, Fit] = {}
+        fits: dict[Measure, Fit] = {}
         for measure in MEASURES:
             fitted, unseen = (
                 np.mean([each.degraded[measure] for each in some], axis=0)
@@ -174,13 +174,13 @@ class Calibration:
             predicted, least = columns @ weights, _floor(fitted)
             ratios = (unseen + least) / (predicted + least)
             headroom = float(ratios.max(initial=1.0))
-            found[measure] = Fit(
+            fits[measure] = Fit(
                 weights.reshape(-1, 2),
                 headroom,
                 (headroom - 1) * least,
                 float(np.median(np.abs(ratios - 1))),
             )
-        return found
+        return fits
 
     @property
     def recalled(self) -> float:
@@ -227,8 +227,10 @@ class Calibration:
             return 0.0
         kept = np.array(sparsity.keys)[:, :, 1:]
         inner = range(1, self.layers - 1)
-        found = sum(self.layer_degradation(measure, tokens, each, kept[each]) for each in inner)
-        return float(found) + self.fits[measure].margin
+        degradation = sum(
+            self.layer_degradation(measure, tokens, each, kept[each]) for each in inner
+        )
+        return float(degradation) + self.fits[measure].margin
 
     def _features(self, tokens: int, sparsity: Sparsity) -> Floats:
         """Masses that each group of layers drops, and their squares, `[2 * groups]`."""

@@ -75,16 +75,16 @@ class NearToFar:
             dense: plan of the layers without a window.
             whole: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
         """
-        found: dict[tuple[object, ...], SteppedPlan] = {}
+        by_ratios: dict[tuple[object, ...], SteppedPlan] = {}
         plans: dict[int, SteppedPlan] = {}
         if whole is not None and whole.all():
             return plans
         for layer, window in enumerate(self.windows):
             if window is None and self.sparsity.drops_in(layer):
                 ratios = self.sparsity.keys[layer], self.sparsity.queries[layer]
-                if ratios not in found:
-                    found[ratios] = thinned(dense, self.levels, *ratios, whole)
-                plans[layer] = found[ratios]
+                if ratios not in by_ratios:
+                    by_ratios[ratios] = thinned(dense, self.levels, *ratios, whole)
+                plans[layer] = by_ratios[ratios]
         return plans
 
 

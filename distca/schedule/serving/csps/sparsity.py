@@ -222,7 +222,7 @@ class Sparsity:
 
 def _ratios(saved: Sequence[Sequence[Sequence[float]]]) -> Ratios:
     """Nested lists of numbers as ratios."""
-    found = tuple(tuple(tuple(map(float, levels)) for levels in heads) for heads in saved)
-    if not all(math.isfinite(ratio) for heads in found for levels in heads for ratio in levels):
+    ratios = tuple(tuple(tuple(map(float, levels)) for levels in heads) for heads in saved)
+    if not all(math.isfinite(ratio) for heads in ratios for levels in heads for ratio in levels):
         raise ValueError("a ratio is no finite number")
-    return found
+    return ratios
