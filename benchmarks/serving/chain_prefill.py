@@ -122,7 +122,7 @@ class Rank:
         # The first rank of a chain may have most tokens.
         blocks = -(-job.tokens // BLOCK) + 1
         self._tokens, self._rank = job.tokens, ModelRunner(model, core, CPU, blocks, BLOCK)
-        self._planner = PlannedSteps(model.masks, job.ranks, BLOCK)
+        self._planner = PlannedSteps(model.masks, job.ranks, BLOCK, runner=self._rank)
 
     def prefill(self, strategy: Any, chain: Chain | None) -> dict[str, float]:
         """Feeds a prompt; returns seconds, CPU seconds, and the bytes sent.
@@ -137,7 +137,6 @@ class Rank:
         chosen = self._rank.run(step, {0: tokens})
         cpu, seconds = time.process_time() - cpu, time.perf_counter() - started
         self._planner.drop_all()
-        self._rank.drop(0)
         sent = sum(self._transport.bytes_sent.values()) - sent
         return {"seconds": seconds if chosen else 0.0, "cpu": cpu, "sent": sent}
 

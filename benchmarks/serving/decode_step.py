@@ -116,7 +116,7 @@ class Decoding:
         for number in range(self.setting.sequences):
             self.engine.add(AddRequest(number, 0, prompt, SamplingParams(max_tokens=2000)))
         begun = self._begin()
-        self.steps.add_blocks(self._take_in(begun.batch)[1])
+        self._take_in(begun.batch)
         self._end(begun)
 
     def _begin(self) -> Iteration:
@@ -134,28 +134,26 @@ class Decoding:
         self._end(begun)
         return begun.batch
 
-    def _take_in(
-        self, batch: SchedulerOutput
-    ) -> tuple[list[BatchEntry], dict[tuple[int, int], list[int]]]:
-        """Takes in what is fed; returns it, and the blocks that it adds to this rank."""
-        entries, added = [], dict[tuple[int, int], list[int]]()
+    def _take_in(self, batch: SchedulerOutput) -> list[BatchEntry]:
+        """Takes in what is fed, and the blocks that it adds to this rank; returns what is fed."""
+        entries = []
         for feed in batch.feeds:
             owners = self._owners.get(feed.sequence, np.zeros(0, dtype=np.int64))
             if feed.new_blocks:
                 ranks = [block.rank for block in feed.new_blocks]
                 owners = self._owners[feed.sequence] = np.append(owners, ranks)
-                for rank, block in feed.new_blocks:
-                    added.setdefault((feed.sequence, rank), []).append(block)
+                mine = [block.number for block in feed.new_blocks if block.rank == self.rank]
+                self.steps.add_blocks(feed.sequence, mine)
             entries.append(BatchEntry(feed.sequence, feed.start, feed.count, owners))
-        return entries, added
+        return entries
 
     def build(self, batch: SchedulerOutput) -> ForwardContext:
         """Does a rank's part of a step but for its layers."""
         setting = self.setting
-        entries, added = self._take_in(batch)
+        entries = self._take_in(batch)
         plan = plan_iteration(entries, MASKS, setting.block_size, setting.ranks, "pass-q")
         assert plan.decode is not None, "a step that decodes"
-        run = self.steps.begin(Batch((plan.decode,), added))
+        run = self.steps.begin(Batch((plan.decode,)))
         tokens = {feed.sequence: [7] for feed in batch.feeds}
         new = run.new
         for values in (new.ids(tokens), new.positions, np.array([*new.last().values()])):

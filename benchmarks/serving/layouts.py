@@ -97,7 +97,7 @@ class Rank:
         self._rank = ModelRunner(self._model, core, CPU, blocks, BLOCK, ranks)
         world = job.ranks // tensor
         self._planners = {
-            layout: PlannedSteps(self._model.masks, world, BLOCK, self._split(layout))
+            layout: PlannedSteps(self._model.masks, world, BLOCK, self._split(layout), self._rank)
             for layout in (SPLIT.values() if split else [None])
         }
 
@@ -128,7 +128,6 @@ class Rank:
         chosen = self._rank.run(step, {0: tokens})
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         planner.drop_all()
-        self._rank.drop(0)
         planned = sum(step.bytes_by_sequence(self._model))
         sent = self._rank.bytes_sent - sent
         first = wall if chosen else 0.0

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from distca.inference.model_runner import ModelRunner
 from distca.plan import Mask
 from distca.schedule.serving import shard_evenly
 from distca.schedule.serving.batches import Batch
@@ -27,6 +28,7 @@ class PlannedSteps:
         ranks: ranks that share each sequence.
         block_size: tokens of a block.
         split: layers whose weights processes split, if they share the rows of prefills.
+        runner: model that runs the batches on a rank, which is given its blocks; None: none does.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class PlannedSteps:
         ranks: int,
         block_size: int,
         split: SplitModel | None = None,
+        runner: ModelRunner | None = None,
     ) -> None:
+        self._runner = runner
         self._masks, self._ranks, self._size, self._split = masks, ranks, block_size, split
         self._lengths: dict[int, int] = {}
         self._owners: dict[int, list[int]] = {}
@@ -54,14 +58,15 @@ class PlannedSteps:
             strategy: what travels in prefills, or who chooses it.
             chain: who shares out the new tokens; None: in zigzag.
         """
-        entries, blocks = [], dict[tuple[int, int], list[int]]()
+        entries = []
         for sequence, count in counts.items():
             start = self._lengths.get(sequence, 0)
             owners = self._owners.setdefault(sequence, [])
             missing = -(-(start + count) // self._size) - len(owners)
             for rank in self._shared_out(sequence, start, count, missing, chain):
                 owners.append(rank)
-                blocks.setdefault((sequence, rank), []).append(self._taken[rank])
+                if self._runner is not None and rank == self._runner.rank:
+                    self._runner.add_blocks(sequence, [self._taken[rank]])
                 self._taken[rank] += 1
             self._lengths[sequence] = start + count
             entries.append(BatchEntry(sequence, start, count, np.array(owners, dtype=np.int64)))
@@ -71,10 +76,13 @@ class PlannedSteps:
         shared = None
         if prefills and self._split is not None:
             shared = self._split.share(int(plan.new_tokens.sum()))
-        return Batch((*prefills, *decodes), blocks, shared)
+        return Batch((*prefills, *decodes), shared)
 
     def drop_all(self) -> None:
         """Forgets all sequences; their blocks are free."""
+        if self._runner is not None:
+            for sequence in self._owners:
+                self._runner.drop(sequence)
         self._lengths, self._owners, self._taken = {}, {}, [0] * self._ranks
 
     def _shared_out(

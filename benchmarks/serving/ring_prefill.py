@@ -85,7 +85,7 @@ class Way:
         blocks = -(-job.tokens // job.ranks // BLOCK) + 1
         self._job, self._core = job, CoreAttention(transport, select_kernel("cpu"), buffers)
         self._rank = ModelRunner(model, self._core, CPU, blocks, BLOCK)
-        self._planner = PlannedSteps(model.masks, job.ranks, BLOCK)
+        self._planner = PlannedSteps(model.masks, job.ranks, BLOCK, runner=self._rank)
 
     def prefill(self, strategy: Any) -> dict[str, float]:
         """Feeds a prompt; returns seconds, CPU seconds, those of kernels, and the bytes sent."""
@@ -100,7 +100,6 @@ class Way:
         dist.barrier()
         seconds = time.perf_counter() - started
         self._planner.drop_all()
-        self._rank.drop(0)
         spans = self._core.trace.take(0)
         kernels = sum(span["dur"] for span in spans if span["name"] == "core attention") / 1e6
         sent = sum(self._core.transport.bytes_sent.values()) - sent

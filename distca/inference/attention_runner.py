@@ -30,7 +30,6 @@ from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_
 from distca.runtime.serving.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
 from distca.schedule.serving.batches import Batch, DecodeBatch, PrefillBatch
-from distca.schedule.serving.blocks import NewBlocks
 
 # A call of core attention by itself: the model decides which layer is next.
 _ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
@@ -91,11 +90,9 @@ class AttentionRunner:
         size = len(self._windows), blocks, self._tables.block_size
         self.pool = KVCache(*size, self._shape, self._dtype, self._device)
 
-    def add_blocks(self, blocks: NewBlocks) -> None:
-        """Adds this rank's blocks to sequences' tables."""
-        for (sequence, owner), added in blocks.items():
-            if owner == self._core.transport.rank:
-                self._tables.append(sequence, added)
+    def add_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Adds blocks of this rank behind those that a sequence has here."""
+        self._tables.append(sequence, blocks)
 
     def begin(self, batch: Batch) -> ForwardContext:
         """Finds this rank's part of a batch, whose layers can then run. Collective."""
@@ -107,8 +104,7 @@ class AttentionRunner:
         )
 
     def new_rows(self, batch: Batch) -> BatchRows:
-        """Adds a batch's blocks to the tables, and finds this rank's new tokens."""
-        self.add_blocks(batch.blocks)
+        """Finds this rank's new tokens of a batch."""
         rank = self._core.transport.rank
         return BatchRows([NewRows.of(part, rank, self._tables) for part in batch.parts])
 

@@ -76,8 +76,6 @@ class ModelRunner:
         self._transport, self._mover = core.transport, mover
         self._split = split
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
-        # Blocks that were given to sequences since the last iteration.
-        self._new_blocks: dict[int, list[int]] = {}
         self._last: tuple[Batch, Mapping[int, Sequence[int]]] | None = None
         self._model = model.runnable(device, tensor_ranks, computes)
         assert len(self._model.scales) == len(model.windows), "layers of another kind"
@@ -116,6 +114,11 @@ class ModelRunner:
         return sum(of_all) + shared
 
     @property
+    def rank(self) -> int:
+        """Number of this rank among those that share sequences."""
+        return self._transport.rank
+
+    @property
     def pool(self) -> KVCache:
         """Keys and values of this rank."""
         return self._attention.pool
@@ -139,7 +142,7 @@ class ModelRunner:
 
     def add_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
         """Adds blocks of this rank behind those that a sequence has here."""
-        self._new_blocks.setdefault(sequence, []).extend(blocks)
+        self._attention.add_blocks(sequence, blocks)
 
     def set_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
         """Replaces the blocks of this rank that a sequence has."""
@@ -148,7 +151,6 @@ class ModelRunner:
 
     def drop(self, sequence: int) -> None:
         """Forgets the blocks of a sequence."""
-        self._new_blocks.pop(sequence, None)
         self._attention.drop(sequence)
 
     def move(self, moves: Sequence[BlockTransfer]) -> None:
@@ -181,10 +183,7 @@ class ModelRunner:
         shared = None
         if plan.prefill is not None and self._split is not None:
             shared = self._split.share(int(plan.new_tokens.sum()))
-        new, self._new_blocks = self._new_blocks, {}
-        rank = self._transport.rank
-        blocks = {(sequence, rank): tuple(each) for sequence, each in new.items()}
-        batch = Batch(plan.parts, blocks, shared)
+        batch = Batch(plan.parts, shared)
         self._last = batch, tokens
         return self.run(batch, tokens, scoring)
 
@@ -213,8 +212,6 @@ class ModelRunner:
             logits = self._graphs.run(new, tokens)
             if logits is not None:
                 return NextLogits(new.last(), logits)
-            # They have been added.
-            batch = replace(batch, blocks={})
         run = self._attention.begin(batch)
         if not len(run.slots):
             # Models do not run without tokens.
@@ -289,7 +286,7 @@ class ModelRunner:
             assert self._last is not None, "no iteration has run"
             batch, tokens = self._last
             with outputs.watched(self._model.module):
-                self.run(replace(batch, blocks={}), tokens)
+                self.run(batch, tokens)
         self._graphs = graphs
         first = first_of_all_ranks(outputs.first)
         return "" if first is None else f": the output of {first[1]} is not finite in {dtype}"

@@ -73,8 +73,9 @@ def logits_of_a_rank(
         else select_kernel(on.type, model.shape.head_dim, model.softcap is not None),
         Buffers(on, max(STEP_SLOTS, len(model.masks))),
     )
-    planner = PlannedSteps(model.masks, size, 256 if on.type == "cuda" else 4)
-    rank = ModelRunner(model, core, on, 60, 256 if on.type == "cuda" else 4, capture=capture)
+    block_size = 256 if on.type == "cuda" else 4
+    rank = ModelRunner(model, core, on, 60, block_size, capture=capture)
+    planner = PlannedSteps(model.masks, size, block_size, runner=rank)
     rng, found = np.random.default_rng(1), []
     lengths = dict(zip(range(6), (30, 1, 62, 7, 3, 12), strict=True))
     prompts = {n: rng.integers(0, VOCABULARY, count).tolist() for n, count in lengths.items()}

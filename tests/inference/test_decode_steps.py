@@ -108,8 +108,8 @@ def logits_of_a_mixed_step(model: ServedModel) -> dict[int, torch.Tensor]:
     assert group is not None
     buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
     core = CoreAttention(CollectiveTransport(group, device), select_kernel("cpu"), buffers)
-    planner = PlannedSteps(model.masks, size, 4)
     rank = ModelRunner(model, core, device, 40, 4)
+    planner = PlannedSteps(model.masks, size, 4, runner=rank)
     prompts = prompts_of_a_mixed_step()
     rank.run(planner.plan({7: 30}), {7: prompts[7][:30]})
     step = planner.plan({3: 21, 7: 1})

@@ -23,6 +23,16 @@ def watching_steps(log: Log, steps: list[dict[str, Any]]) -> Iterator[None]:
     from distca.inference.model_runner import ModelRunner
     from distca.runtime.serving.kv_pool import KVCache
 
+    added: dict[tuple[int, int], list[int]] = {}
+
+    def add_blocks(_: Log, original: Any, rank: Any, sequence: int, blocks: Any) -> None:
+        added.setdefault((sequence, rank.rank), []).extend(blocks)
+        original(rank, sequence, blocks)
+
+    def drop(_: Log, original: Any, rank: Any, sequence: int) -> None:
+        added.pop((sequence, rank.rank), None)
+        original(rank, sequence)
+
     def run(_: Log, original: Any, rank: Any, step: Any, tokens: Any, *args: Any) -> Any:
         before = log.take()
         logits = original(rank, step, tokens, *args)
@@ -31,11 +41,12 @@ def watching_steps(log: Log, steps: list[dict[str, Any]]) -> Iterator[None]:
                 "before": before,
                 "fed": {str(number): list(ids) for number, ids in sorted(tokens.items())},
                 "plans": [_of_part(part) for part in step.parts],
-                "new blocks": sorted([*key, *added] for key, added in step.blocks.items()),
+                "new blocks": sorted([*key, *blocks] for key, blocks in added.items()),
                 "logits": {str(number): bits(row) for number, row in sorted(logits.items())},
                 **log.take(),
             }
         )
+        added.clear()
         return logits
 
     def write(_: Log, original: Any, pool: Any, layer: int, slots: Any, k: Any, v: Any) -> Any:
@@ -44,6 +55,8 @@ def watching_steps(log: Log, steps: list[dict[str, Any]]) -> Iterator[None]:
         return original(pool, layer, slots, k, v)
 
     with watch_exchanges(log) as wrap:
+        wrap(ModelRunner, "add_blocks", add_blocks)
+        wrap(ModelRunner, "drop", drop)
         wrap(ModelRunner, "run", run)
         wrap(KVCache, "write", write)
         yield

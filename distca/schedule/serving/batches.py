@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,6 @@ from distca.cost.step_bytes import stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Bools, Int64s
-from distca.schedule.serving.blocks import NewBlocks
 from distca.schedule.serving.csps.layouts import SharedRows
 from distca.schedule.serving.layer_plans import LayerPlans
 
@@ -129,12 +128,10 @@ class Batch:
 
     Attributes:
         parts: prefills and decoded tokens; in each layer their attention runs in this order.
-        blocks: blocks that are added to sequences.
         shared: how ranks that split weights share the rows; None: each has all.
     """
 
     parts: tuple[PrefillBatch | DecodeBatch, ...]
-    blocks: NewBlocks = field(default_factory=dict)
     shared: SharedRows | None = None
 
     @property

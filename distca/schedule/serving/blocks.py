@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +25,6 @@ from distca.cost.volume import AttentionShape
 
 Blocks = tuple[tuple[int, ...], ...]
 """Numbers of blocks, by rank."""
-
-NewBlocks = Mapping[tuple[int, int], Sequence[int]]
-"""Blocks that a step adds behind those that a sequence has on a rank, by (sequence, rank)."""
 
 
 def block_bytes(shape: AttentionShape, layers: int, block_size: int) -> int:
