@@ -19,6 +19,7 @@ from distca.schedule.serving.cdsp import (
     least_by_rate,
     published_model,
 )
+from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES
 from distca.simulate.requests.decode_ranks import DecodeRank, choose_decode_rank
 
 MODEL = published_model()
@@ -113,6 +114,7 @@ def test_bad_fits_are_refused() -> None:
 
 def test_the_improvement_rate_is_that_of_the_last_30_seconds(tmp_path: Path) -> None:
     found = [(0.5, 0.05, 1.0), (0.5, 0.45, 1.1), (4.0, 0.05, 9.0), (4.0, (0.45, 8), 7.0)]
+    assert [*IMPROVEMENT_RATES] == pytest.approx(np.arange(0.05, 0.8, 0.1))
     rates = least_by_rate(found)
     assert rates == ImprovementRates({0.5: 0.05, 4.0: (0.45, 8)})
     rates.save(tmp_path / "rates.json")

@@ -138,6 +138,10 @@ def test_both_bounds_hold() -> None:
 
 def test_the_regression_is_monotone_and_says_how_far_off_it_is() -> None:
     exact, noisy = calibration(3), calibration(3, 0.3)
+    # Each prompt is fitted or held out, one of four the latter.
+    kinds = [each.tokens for each in (*exact.fitted, *exact.held_out)]
+    assert sorted(kinds) == [each.tokens for each in exact.measured]
+    assert len(exact.held_out) == len(exact.measured) // 4
     assert exact.fits["kl"].error < 0.15
     assert noisy.fits["kl"].headroom > exact.fits["kl"].headroom >= 1
     ratios = np.linspace(0.02, 1, 50)
@@ -165,9 +169,10 @@ def test_masses_between_two_lengths_are_interpolated() -> None:
         return given.mass(round(tokens), 2, kept)
 
     assert (mass(first) != mass(second)).all()
-    quarter = first + (second - first) // 4
-    part = (quarter - first) / (second - first)
-    assert mass(quarter) == pytest.approx(mass(first) * (1 - part) + mass(second) * part)
+    for low, high in itertools.pairwise(given.lengths.tolist()):
+        quarter = low + (high - low) // 4
+        part = (quarter - low) / (high - low)
+        assert mass(quarter) == pytest.approx(mass(low) * (1 - part) + mass(high) * part)
     assert mass(1) == pytest.approx(mass(first))
     assert mass(9 * last) == pytest.approx(mass(last))
 
@@ -192,7 +197,7 @@ def test_ratios_follow_the_paper_put_right() -> None:
 
 
 def test_calibrations_are_read_back(tmp_path: Path) -> None:
-    found, path = calibration(2, 0.1), tmp_path / "calibration.json"
+    found, path = calibration(2, 0.1), tmp_path / "of" / "llama" / "calibration.json"
     on = MeasuredOn("llama", "12ab", 4, 2, None, "zigzag", 8, "34cd")
     file = CalibrationFile(on, found.samples, found.measured)
     file.save(path)

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.cost.model_sizes import MODELS
-from distca.schedule.serving.blocks import BlockPool, PrefixCache
+from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.schedule.serving.moves import Mover, join_moves
+from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import Request
+from distca.schedule.serving.scheduled import BlockRanks, ScheduledTokens, SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_block_moves
@@ -103,3 +104,14 @@ def test_simulated_bytes_are_those_of_the_blocks(tensor_parallel: int) -> None:
     # Half of the tokens' difference, keys and values of 8 heads of 128 in 16 bits.
     assert nbytes == 400 * 2 * 8 * 128 * 2 * 32
     assert seconds > nbytes / tensor_parallel / costs.cluster.node_bytes_per_second
+
+
+def test_who_holds_blocks_changes_with_their_moves() -> None:
+    ranks, blocks = BlockRanks(), (Block(0, 5), Block(1, 6))
+    ranks.take(SchedulerOutput((ScheduledTokens(7, 0, 8, True, blocks, True),), ()))
+    assert (ranks.of(7), ranks.holders(7)) == ([0, 1], {0, 1})
+    move = BlockTransfer(7, 0, blocks[0], Block(1, 9))
+    # One of a sequence that has gone meanwhile changes nothing.
+    gone = BlockTransfer(8, 0, Block(0, 1), Block(1, 2))
+    ranks.take(SchedulerOutput((), (), (move, gone)))
+    assert (ranks.of(7), ranks.holders(7)) == ([1, 1], {1})

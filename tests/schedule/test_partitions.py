@@ -53,6 +53,10 @@ def test_cuts_fall_on_multiples_and_near_the_shares() -> None:
     cuts = np.cumsum(parts)[:-1]
     assert (cuts % 128 == 0).all()
     assert np.abs(cuts - [3500, 6050, 8150]).max() <= 64
+    # A share of less than a token has one.
+    assert cut_prompt(20, (0.9, 0.001, 0.099)).tolist() == [18, 1, 1]
+    # A rank would be left with half a multiple.
+    assert cut_prompt(40, (1 / 3, 1 / 3, 1 / 3), 16).tolist() == [13, 14, 13]
 
 
 def busiest(parts: Int64s) -> Floats:

@@ -455,3 +455,12 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
     # A window hides all but the last of the rows.
     near = plan_iteration(parts[3:4], masks[1:], SIZE, 3, strategy)
     assert near.members == {*parts[3].ranks[35 // SIZE :].tolist()}
+
+
+def test_a_chunk_without_blocks_waits_whole() -> None:
+    scheduler, _ = scheduler_of(blocks=2, tokens=99)
+    scheduler.add(0, [1] * 8, 4)
+    scheduler.add(1, [2] * 12, 4)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [(feed.sequence, feed.count) for feed in batch.feeds] == [(0, 8)]

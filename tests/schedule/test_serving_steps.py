@@ -18,6 +18,7 @@ from distca.schedule.serving import (
     Strategy,
     held_after,
     nobody_holds,
+    rings,
     shard_evenly,
     shard_in_stripes,
     step_plan,
@@ -132,6 +133,17 @@ def test_all_that_a_rank_holds_counts_for_its_shares() -> None:
     assert 72 <= max(each.max() for each in sent) <= 120
 
 
+def test_shares_of_what_a_rank_holds_are_numbered_from_0() -> None:
+    """Of each sequence: the first rank holds three shares of both, the others less than one."""
+    document, rank = np.repeat([0, 1], 5), np.tile([0, 1, 2, 3, 3], 2)
+    start, end = np.tile([0, 384, 416, 448, 480], 2), np.tile([384, 416, 448, 480, 496], 2)
+    held = Placement(document, start, end, rank, 4)
+    pieces, share = rings._in_even_shares(held, held.select(start == 480), 16)
+    for key in {*zip(pieces.document.tolist(), pieces.rank.tolist(), strict=True)}:
+        mine = (pieces.document == key[0]) & (pieces.rank == key[1])
+        assert {*share[mine].tolist()} == {*range(3 if key[1] == 0 else 1)}, key
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_plans_are_as_small_whatever_the_stripes_of_decoding(strategy: Strategy) -> None:
     """A rank's keys are one piece to all new queries, and go round the ring as one."""
@@ -162,6 +174,16 @@ def test_under_a_window_keys_travel_while_those_at_home_are_seen() -> None:
     assert first.loads().sum() > 0.7 * plan.plan.loads().sum()
     # Nothing lies before the first piece, so all of it is in the first step.
     assert plan.step[plan.plan.tasks.q_start == 0].tolist() == [0]
+
+
+def test_under_a_window_one_token_of_another_rank_is_waited_for() -> None:
+    document, start, end = np.array([0, 0]), np.array([0, 1]), np.array([1, 200])
+    new = Placement(document, start, end, np.array([0, 1]), 2)
+    plan = step_plan(nobody_holds(2), new, "pass-kv", Mask(40), 16, in_steps=True)
+    tasks = plan.plan.tasks
+    spans = zip(plan.step.tolist(), tasks.q_start.tolist(), tasks.q_end.tolist(), strict=True)
+    # Queries up to 40 see the token, and cuts fall on multiples of 16.
+    assert sorted(spans) == [(0, 0, 1), (0, 48, 200), (1, 1, 48)]
 
 
 def decoded(ranks: int, stripe: int, tokens: int, sequences: int) -> list[Int64s]:

@@ -164,6 +164,20 @@ def test_a_follower_goes_on_where_its_prompt_is() -> None:
         GrowingGroups(Search(TIMES, tokens_per_rank=9))
 
 
+def test_a_prompt_whose_beginning_is_cached_goes_on_behind_it() -> None:
+    """On the ranks that hold it, and maybe more, where nothing else runs."""
+    cache = PrefixCache(BlockPool(4, 40, SIZE))
+    scheduler = Scheduler(cache, SchedulerConfig(4, 99, SIZE, 9, growing=GROWING), b"model")
+    for number, tokens, start in ((0, 40, 0), (1, 80, 40)):
+        scheduler.add(number, [7] * tokens, 1)
+        batch = scheduler.schedule()
+        assert batch is not None
+        assert batch.feeds[0].start == start
+        while batch is not None:
+            scheduler.advance(batch, {number: 3})
+            batch = scheduler.schedule()
+
+
 def test_one_answer_computes_the_prompt_of_all() -> None:
     cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
     scheduler = Scheduler(cache, SchedulerConfig(8, 64, SIZE, 9))

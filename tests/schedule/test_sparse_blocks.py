@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from distca.cost.link import Links
+from distca.cost.volume import AttentionShape
 from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig, has_long_prompt
+from distca.schedule.serving.report import describe_steps
 from distca.schedule.serving.scheduler import Scheduler
 from support.engines import changed
 from support.token_engine import token_settings
@@ -75,6 +77,7 @@ def test_nothing_is_dropped_of_short_prompts(dense: tuple[bool, bool]) -> None:
     assert made.decode is not None
     assert made.prefill is not None
     assert made.prefill.members() <= made.members
+    assert made.prefill.rows.sum(axis=1).tolist() == [90, 73]
     plans = made.prefill.plans
     validate_stepped_plan(plans.by_mask[Mask()])
     assert [*plans.sparse] == ([] if all(dense) else [1])
@@ -83,3 +86,7 @@ def test_nothing_is_dropped_of_short_prompts(dense: tuple[bool, bool]) -> None:
         tasks = plan.plan.tasks
         dropped = tasks.pairs(plan.plan.mask)[:, None] - plan.kept_pairs()
         assert [bool(dropped[tasks.document == n].any()) for n in (0, 1)] == [not n for n in dense]
+        steps = describe_steps(plan, AttentionShape(4, 2, 16, 4))
+        visible = np.bincount(plan.step, weights=tasks.pairs(plan.plan.mask))
+        kept = sum(share.kept_pairs * pairs for share, pairs in zip(steps, visible, strict=True))
+        assert kept == pytest.approx(plan.kept_pairs().mean(axis=1).sum())
