@@ -131,6 +131,12 @@ check_flags() {
     local tables=(megatron_patches/flags/refused.py megatron_patches/flags/followed.py)
     known=" $(grep -oh -- '[a-z0-9][a-z0-9_-]*' "${tables[@]}" megatron_patches/flags/distca.py "$1" | tr '\n' ' ')"
     mapfile -t patterns < <(grep -oh -- '[a-z0-9][a-z0-9-]*-\*' "${tables[@]}")
+    for word in "${flags[@]}"; do
+        case ${word%%=*} in
+            --nodes | --ntasks | --ntasks-per-node | --partition | --account | --time | --job-name | --exclusive)
+                die "${word%%=*} is a flag of sbatch: give it before the script's name" ;;
+        esac
+    done
     [ ${#flags[@]} = 0 ] || [[ ${flags[0]} == --* ]] || die "${flags[0]} belongs to no flag"
     for word in "${flags[@]}"; do
         name=${word%%=*}

@@ -256,12 +256,15 @@ def end_to_end() -> list[Claim]:
         )
     )
     found += on_the_authors_documents()
+    published = np.concatenate([ratios for _, ratios, _ in of_the_authors_documents()])
+    on_published = float(np.nanmax(published))
     found.append(
         Claim(
             "Abstract: highest gain",
             "1.35",
-            f"{most:.2f} as the paper ran both",
-            over(most, 1.35),
+            f"{most:.2f} as the paper ran both; {on_published:.2f} on the lengths that the authors "
+            "published",
+            f"{over(most, 1.35)}, {over(on_published, 1.35)}",
             "Tables 3 and 4",
         )
     )
@@ -279,17 +282,28 @@ def end_to_end() -> list[Claim]:
     return found
 
 
-def on_the_authors_documents() -> list[Claim]:
-    """Tables 3 and 4 on the lists of lengths that the authors published, drawn in their way."""
+def of_the_authors_documents() -> list[tuple[tuple[str, ...], list[float], int]]:
+    """Gains on the lists of lengths that the authors published: key of `PUBLISHED`, gain in each
+    job, and number of batches."""
     title, found = list(PAIRS)[-1], []
-    for (name, *model, documents), theirs in PUBLISHED.items():
+    for key in PUBLISHED:
+        name, *model, documents = key
         mine = [
             row
             for row in read(f"{name}_batches_published_papers_documents")
             if row["documents"] == documents and (not model or row["model"] in model)
         ]
-        ratios = [float(row[title]) for row in mine]
         count = max(int(row[f"{title}: batches"]) for row in mine)
+        found.append((key, [float(row[title]) for row in mine], count))
+    return found
+
+
+def on_the_authors_documents() -> list[Claim]:
+    """Tables 3 and 4 on the lists of lengths that the authors published, drawn in their way."""
+    found = []
+    for key, ratios, count in of_the_authors_documents():
+        name, *model, documents = key
+        theirs = PUBLISHED[key]
         *least, most = map(float, re.findall(r"[\d.]+", theirs))
         batches = "one batch" if count == 1 else f"means of {count} batches"
         command = f"{name}_batches --batches {count} --published DIR --papers-documents"
@@ -299,7 +313,7 @@ def on_the_authors_documents() -> list[Claim]:
                 + ": on the lengths that the authors published",
                 theirs,
                 f"{span(ratios)} as the paper ran both ({int(np.isnan(ratios).sum())} of "
-                f"{len(mine)} jobs out of memory); {batches}, "
+                f"{len(ratios)} jobs out of memory); {batches}, "
                 "in configurations that were found on drawn documents",
                 ends(ratios, least[0] if least else None, most),
                 f"`{PAPER.format(command)}`",
@@ -465,8 +479,10 @@ def claims_page() -> str:
             "`python benchmarks/cluster/claims.py`, from the stored results.",
             "",
             "Everything of several GPUs here is simulated, charged as "
-            "`distca/simulate/charges.py` says; the paper measured on up to 512 H200s. A ratio of "
-            "ranges compares their lower and their upper ends.",
+            "`distca/simulate/charges.py` says; the paper measured on up to 512 H200s. "
+            "*As the paper ran both* is `greedy` over WLB-LLM as in the paper, both with MLPs "
+            "computed again in the backward pass. Without that WLB-LLM needs more memory. A "
+            "ratio of ranges compares their lower and their upper ends.",
             "",
             pages.table(head, cells),
         ]

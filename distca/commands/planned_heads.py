@@ -39,7 +39,11 @@ def add_flags(parser: Parser) -> None:
     )
     add_shape_flags(model)
     model.add_argument(
-        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
+        "--dtype-bytes",
+        type=int,
+        default=2,
+        choices=(1, 2, 4),
+        help="Bytes of an element: 2 for bf16.",
     )
     for name, what in (_LATENT_KEYS | WINDOWS).items():
         if name != "v_head_dim":

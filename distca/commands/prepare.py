@@ -30,6 +30,12 @@ _SHOWN = 2
 """Faults that are shown; all are written to a file."""
 
 
+_FEW_DOCUMENTS = 20
+"""Documents of which shares such as 90,5,5 may leave a split none."""
+_MOST_TRAINED_TOKENS = 1 << 24
+"""Largest vocabulary to train: its tables are made before any text is read."""
+
+
 def prepare(args: Namespace) -> str:
     """Runs the command; returns its summary.
 
@@ -75,6 +81,8 @@ def prepare(args: Namespace) -> str:
             for name in TOKENIZER_FILES:
                 os.replace(trained / name, folder / name)
     rest = f"; left out: {len(reader.faults)}" if reader.faults else ""
+    if count < _FEW_DOCUMENTS:
+        rest += "; a --split of these may leave one without documents: 1,0,0 trains on all"
     if replaced:
         rest += "; the files of an earlier run were replaced"
     return f"{prefix}: {counted(count, 'document')}, {counted(tokens, 'token')}{rest}"
@@ -88,6 +96,10 @@ def _check_flags(args: Namespace) -> None:
         raise ValueError(
             "--train-tokenizer makes a HuggingFaceTokenizer: give neither another "
             "--tokenizer-type nor a --tokenizer-model"
+        )
+    if args.train_tokenizer is not None and args.train_tokenizer > _MOST_TRAINED_TOKENS:
+        raise ValueError(
+            f"--train-tokenizer {args.train_tokenizer}: give at most {_MOST_TRAINED_TOKENS} tokens"
         )
     if args.train_tokenizer is None and not other:
         raise ValueError(

@@ -66,6 +66,8 @@ from distca.simulate.trials import Trials
 
 _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
+_MOST_GPUS = 65536
+"""Most GPUs that are simulated."""
 _MOST_PROCESSES = 8
 """Bound on the processes that simulate: as many iterations run at a time."""
 _DESCRIPTION = """\
@@ -268,6 +270,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
         args.expert_model_parallel_size,
         args.latent_rows,
     )
+    _check_gpus(workload)
     _check_divides(args, workload)
     batches = _batches(args)
     choices = _advise(args, workload, batches)
@@ -364,6 +367,17 @@ def _parts(
             if choice and choice.candidate and not bounds.has_many_ticks(choice.candidate):
                 found[choice.system] = break_down(choice.candidate, workload, batch)
     return found
+
+
+def _check_gpus(workload: Workload) -> None:
+    """Refuses more GPUs than a search ends for, and parts of nodes."""
+    gpus, of_node = workload.gpus, workload.cluster.gpus_per_node
+    if gpus > _MOST_GPUS:
+        raise ValueError(f"--gpus {gpus}: give at most {_MOST_GPUS}")
+    if gpus > of_node and gpus % of_node:
+        raise ValueError(
+            f"--gpus {gpus} are no whole nodes of {of_node}: give a multiple, or --gpus-per-node"
+        )
 
 
 def _check_divides(args: argparse.Namespace, workload: Workload) -> None:

@@ -154,7 +154,7 @@ def format_parts(parts: Mapping[str, Breakdown]) -> str:
         less = sorted(each.less_for_a_percent().items(), key=lambda item: item[1])
         if system in DISTCA_SYSTEMS and less:
             found = ", or ".join(f"{share:.0%} less of {PARTS[part]}" for part, share in less)
-            lines.append(f"{TITLES[system]} would take 1% less time with {found}.")
+            lines.append(f"To save 1% of its time, {TITLES[system]} would need {found}.")
     return "\n".join(lines)
 
 

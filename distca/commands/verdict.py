@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload
 from distca.simulate.flags import megatron_flags, training_flags
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.speed_up import SIMULATORS_ERROR, SpeedUp
+from distca.simulate.speed_up import PIPELINES_ERROR, SIMULATORS_ERROR, SpeedUp
 
 TITLES = {
     "plain": "plain Megatron",
@@ -24,10 +24,6 @@ TITLES = {
     "tiles": "DistCA, tiles",
 }
 """Names of the systems for readers."""
-_CLOSE = (
-    f" The difference is within the simulator's error: {SIMULATORS_ERROR:.1%} of a step in the "
-    "median, against runs on CPUs."
-)
 _AS_FAST = 1.0001
 """Ratio of seconds up to which a simpler system counts as equally fast."""
 _BESIDE = "beside those of the model, the data and the learning rate:"
@@ -66,14 +62,28 @@ class Verdict:
 
         Such a difference is no reason to use DistCA, but one to stay with what is simpler.
         """
-        told = self.gain is not None and self.gain.faster is not None
-        close = told and self.gain is not None and self.gain.within_error
-        return self._answer() + (_CLOSE if close else "")
+        if self.gain is None or self.gain.faster is None or not self._within_error(self.gain):
+            return self._answer()
+        stages = " with pipeline stages" if self._error == PIPELINES_ERROR else ""
+        return (
+            f"{self._answer()} The difference is within the simulator's error: {self._error:.1%} "
+            f"of a step{stages} in the median, against runs on CPUs."
+        )
+
+    @property
+    def _error(self) -> float:
+        """The simulator's own error for the configurations that are compared."""
+        both = [each.candidate for each in (self.distca, self.megatron) if each is not None]
+        pipelines = any(each is not None and each.stages > 1 for each in both)
+        return PIPELINES_ERROR if pipelines else SIMULATORS_ERROR
+
+    def _within_error(self, gain: SpeedUp) -> bool:
+        return abs(gain.mean - 1) < self._error
 
     @property
     def faster(self) -> bool | None:
         """Whether DistCA is clearly faster; None: it is not clear."""
-        if self.gain is None or (self.gain.faster and self.gain.within_error):
+        if self.gain is None or (self.gain.faster and self._within_error(self.gain)):
             return None
         return self.gain.faster
 
@@ -84,7 +94,7 @@ class Verdict:
             return f"Fastest of Megatron's: {had}." if had else "Nothing of Megatron's fits."
         if self.distca is None:
             if not had:
-                return "Nothing fits in memory: use more GPUs."
+                return "Nothing fits in memory: use more GPUs, or a smaller model or vocabulary."
             return f"Don't use DistCA: it does not fit in memory. Use {had}."
         if not self.compared:
             return "No verdict: --systems has nothing that every user of Megatron has."

@@ -167,7 +167,7 @@ def checked(
     except (AssertionError, RuntimeError) as error:
         # Most of its checks are assertions, many of which say no more than their condition.
         place = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split()) or place.line
+        said = " ".join(str(error).split()) or f"it needs `{_condition(place.line or '')}`"
         raise ValueError(f"Megatron-LM refuses the flags: {said}") from error
     except (ArithmeticError, LookupError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -207,3 +207,8 @@ def show_our_messages(rank: int, environment: Mapping[str, str]) -> None:
             ours.handlers = message_handlers(rank, environment)
             ours.setLevel(message_level(rank))
             ours.propagate = False
+
+
+def _condition(line: str) -> str:
+    """Returns what a line asserts, which may go on in the next line."""
+    return line.removeprefix("assert ").rstrip(" ,\\(")

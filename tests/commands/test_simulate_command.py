@@ -201,6 +201,8 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
         (["--model", "gpt-2"], "no model 'gpt-2'"),
         (["--gpus", "7"], "no layout divides 7 GPUs: ranks must share"),
         (["--gpus", "7"], "layers. Give --gpus 4 or 8, or other --sequences"),
+        (["--gpus", "99999999"], "--gpus 99999999: give at most 65536"),
+        (["--gpus", "12"], "--gpus 12 are no whole nodes of 8: give a multiple, or --gpus-per"),
         (["--batches", "0"], "--batches 0 must be at least 1"),
         (["--tolerance", "1"], "--tolerance 1.0 is out of range"),
         (["--network-gb-per-s", "-1"], "--network-gb-per-s -1.0 must be positive"),

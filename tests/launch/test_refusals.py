@@ -22,6 +22,11 @@ from support.launches import ROOT, launch, pretrain_flags
             ["--dry-run", "--save", "s", "--pipeline-model-parallel-size", "3"],
             "64 ranks are no multiple of tensor x pipeline size, 8 x 3",
         ),
+        (
+            "slurm/pretrain_4d.sh",
+            ["--dry-run", "--save", "s", "--nodes", "4"],
+            "--nodes is a flag of sbatch: give it before the script's name",
+        ),
         ("local.sh", ["--dry-run", "--model", "gpt"], "no --model gpt"),
         ("local.sh", ["--port"], "--port needs a value"),
         ("local.sh", ["--processes", "0"], "--processes 0: give a number of at least 1"),

@@ -67,7 +67,7 @@ def test_windows_on_some_layers() -> None:
     [
         ("--tensor-model-parallel-size 3", "Megatron-LM refuses the flags: world size .4. is not"),
         # An assertion without a message.
-        ("--num-attention-heads 7", "refuses the flags: assert args.hidden_size % args.num_att"),
+        ("--num-attention-heads 7", "refuses the flags: it needs `args.hidden_size % args.num_att"),
         ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
         ("--seq-length 200", "not a multiple of the attention block of 128: use 128"),
         ("--window-size 100,5", "the second number must be 0"),
