@@ -18,6 +18,7 @@ from distca.commands import (
     serving_step,
     simulate_rollouts,
     tune_groups,
+    tune_overlap,
     tune_sparsity,
 )
 from distca.commands.main import COMMANDS
@@ -52,6 +53,8 @@ Other pages say when to use which of DistCA's flags:
 [performance](performance.md#server-pools) |
 | pipelines | `--distca-pool-stages`, `--distca-max-in-flight` | [pipelines](pipelines.md) |
 | micro-batches smaller than a document | `--distca-chain` | [chains](chains.md) |
+| multiprocessors for exchanges | `--distca-sm-margin` | \
+[overlap](overlap.md#multiprocessors-for-exchanges) |
 | fewer launches by the CPU | `--distca-cuda-graphs` | [performance](performance.md#cuda-graphs) |
 | a timeline | `--distca-trace`, `--distca-trace-iterations` | [timeline](timeline.md) |
 | documents | `--distca-max-document-length`, `--distca-whole-documents`, \
@@ -131,9 +134,10 @@ def page() -> str:
             lines += ["", f"## distca {name} {kind}"]
             lines += _tables(serving_step.build_parser(name, kind))
         if name == "tune":
-            for other, parser in (("groups", tune_groups), ("sparsity", tune_sparsity)):
-                lines += ["", f"## distca tune {other}"]
-                lines += _tables(parser.build_parser())
+            for other in (tune_groups, tune_overlap, tune_sparsity):
+                parser = other.build_parser()
+                lines += ["", f"## {parser.prog}"]
+                lines += _tables(parser)
         if name == "simulate":
             lines += ["", "## distca simulate rollouts"]
             lines += _tables(simulate_rollouts.build_parser())

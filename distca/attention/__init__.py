@@ -13,13 +13,17 @@ __all__ = [
 ]
 
 
-def select_kernel(device_type: str, head_dim: int = 128, softcaps: bool = False) -> PagedKernel:
+def select_kernel(
+    device_type: str, head_dim: int = 128, softcaps: bool = False, sm_margin: int = 0
+) -> PagedKernel:
     """Makes the fastest kernel that a device runs, of those that are installed.
 
     Args:
         device_type: "cpu" or "cuda".
         head_dim: elements of a head, by which GPUs' kernels differ.
         softcaps: whether scores have a soft cap, which not all of them have.
+        sm_margin: multiprocessors of a GPU that the kernel leaves to others, which FlashAttention 3
+            alone can.
 
     Raises:
         ValueError: no kernel runs there, or an installed package cannot be used.
@@ -31,22 +35,25 @@ def select_kernel(device_type: str, head_dim: int = 128, softcaps: bool = False)
     if device_type == "cuda":
         from distca.attention.choice import load_gpu_kernel
 
-        return load_gpu_kernel(head_dim, softcaps)
+        return load_gpu_kernel(head_dim, softcaps, sm_margin)
     raise ValueError(f"no attention kernel for device {device_type!r}: use cpu or cuda")
 
 
-def select_kernel_of_heads(device_type: str, head_dim: int, value_dim: int) -> Kernel:
+def select_kernel_of_heads(
+    device_type: str, head_dim: int, value_dim: int, sm_margin: int = 0
+) -> Kernel:
     """Makes the fastest kernel for keys and values whose heads may differ in size.
 
     Args:
         device_type: "cpu" or "cuda".
         head_dim: elements of a query's and a key's head.
         value_dim: elements of a value's head.
+        sm_margin: see `select_kernel`.
 
     Raises:
         ValueError: as `select_kernel`.
     """
-    kernel = select_kernel(device_type, max(head_dim, value_dim))
+    kernel = select_kernel(device_type, max(head_dim, value_dim), sm_margin=sm_margin)
     if head_dim == value_dim:
         return kernel
     from distca.attention.filled_heads import FilledHeadsKernel

@@ -198,14 +198,26 @@ def advice(faster: GpuKernel) -> str:
     return f"FlashAttention {faster.generation} is faster on this GPU: {faster.install}"
 
 
-def load_gpu_kernel(head_dim: int, softcaps: bool = False) -> PagedKernel:
+def load_gpu_kernel(head_dim: int, softcaps: bool = False, sm_margin: int = 0) -> PagedKernel:
     """Makes the kernel of this process's GPU, and logs which one that is; see `choose`.
 
+    Args:
+        head_dim: elements of a head.
+        softcaps: whether it must cap scores.
+        sm_margin: multiprocessors that it leaves to others.
+
     Raises:
-        ValueError: no kernel runs there, or the chosen package cannot be used.
+        ValueError: no kernel runs there, or the chosen package cannot be used, or it leaves none.
     """
     capability = torch.cuda.get_device_capability()
     chosen, faster = choose(capability, head_dim, softcaps)
     kernel = chosen.load()
+    if sm_margin:
+        if not isinstance(kernel, flash.FlashAttn3Kernel):
+            raise ValueError(
+                f"{chosen} leaves no multiprocessors free, as FlashAttention 3 alone can: remove "
+                "--distca-sm-margin"
+            )
+        kernel = flash.FlashAttn3Kernel(sm_margin)
     logger.info("core attention's kernel: %s%s", chosen, f"; {advice(faster)}" if faster else "")
     return kernel

@@ -374,22 +374,27 @@ class FlashAttn3Kernel(_FlashKernel):
     torch's `activate_flash_attention_impl` would put them behind its own operators for the whole
     process; here they are called as they are.
 
+    Args:
+        sm_margin: multiprocessors that kernels leave to others, such as those that exchange rows:
+            its kernels otherwise stay on all of them from begin to end.
+
     Raises:
         ImportError, AttributeError: the package is broken, or from before it had operators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sm_margin: int = 0) -> None:
         super().__init__()
+        self._sm_margin = sm_margin
         importlib.import_module("flash_attn_interface")  # It registers the operators.
         self._forward, self._backward = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
-    @staticmethod
-    def _options(placed: _Placed) -> dict[str, object]:
+    def _options(self, placed: _Placed) -> dict[str, object]:
         return {
             "cu_seqlens_q": placed.cu_seqlens_q,
             "cu_seqlens_k": placed.cu_seqlens_kv,
             "max_seqlen_q": placed.longest_q,
             "max_seqlen_k": placed.longest_kv,
+            "sm_margin": self._sm_margin,
             "softmax_scale": placed.tasks.softmax_scale,
             "is_causal": placed.tasks.causal,
             "softcap": placed.tasks.softcap or 0.0,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -32,6 +32,11 @@ from distca.checkpoints.stored_weights import (
 if TYPE_CHECKING:
     from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+
+_CPU = torch.device("cpu")
+
+Cut: TypeAlias = Callable[[str, StoredTensor], torch.Tensor]
+"""Reads a part of a stored tensor, by the tensor's name."""
 
 MULTIMODAL = ("gemma3", "internvl", "llava", "mistral3")
 """Multimodal models, by `model_type`, whose language part was held against transformers' own."""
@@ -61,6 +66,25 @@ class _FiniteContent:
         if not part.to(self.dtype).isfinite().all():
             self.not_finite.append(self.name)
         return part
+
+
+@dataclass(frozen=True)
+class _CutContent:
+    """The part of a stored tensor that a slice of the model has, read when it is asked for.
+
+    Attributes:
+        name: name of the tensor.
+        whole: the tensor.
+        cut: reads the part, by the tensor's name.
+    """
+
+    name: str
+    whole: StoredTensor
+    cut: Cut
+
+    def __getitem__(self, where: object) -> torch.Tensor:
+        assert where is ..., "transformers asks for all of a value"
+        return self.cut(self.name, self.whole)
 
 
 @dataclass(frozen=True)
@@ -162,15 +186,19 @@ class Checkpoint:
         dtype: torch.dtype,
         attention: str | None = None,
         config: PreTrainedConfig | None = None,
-        cut: Callable[[str, StoredTensor], torch.Tensor] | None = None,
+        cut: Cut | None = None,
+        device: torch.device = _CPU,
     ) -> PreTrainedModel:
-        """Checks and reads the weights; returns the language model, on the CPU.
+        """Checks and reads the weights; returns the language model.
+
+        Each tensor goes to the device as soon as it is read, so that the host never has all.
 
         Args:
             dtype: data type of the weights.
             attention: implementation of attention; None: transformers' default.
             config: configuration of a slice of the model; None: the whole model.
             cut: reads the part of a tensor that the slice has, by the tensor's name.
+            device: device of the weights; others than the CPU need accelerate.
 
         Raises:
             ValueError: the checkpoint does not have exactly the weights of its model, or what is
@@ -180,16 +208,20 @@ class Checkpoint:
 
         disable_progress_bar()
         outline = self.outline()
-        named = {} if attention is None else {"attn_implementation": attention}
+        named: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+        if device != _CPU:
+            named["device_map"] = {"": device}
         with self._opened(outline) as (tensors, _):
             not_finite: list[str] = []
-            checked = {
+            weights = {
                 name: replace(each, content=_FiniteContent(name, each.content, dtype, not_finite))
                 for name, each in tensors.items()
             }
-            weights: dict[str, StoredTensor | torch.Tensor] = {**checked}
             if cut is not None:
-                weights = {name: cut(name, each).to(dtype) for name, each in checked.items()}
+                weights = {
+                    name: replace(each, content=_CutContent(name, each, cut))
+                    for name, each in weights.items()
+                }
             try:
                 model, report = type(outline).from_pretrained(
                     None,

@@ -29,7 +29,7 @@ from distca.transport.compiled_cuda import (
 )
 from distca.wording import install
 
-_INFERENCE = ("transformers", "tokenizers", "safetensors", "msgspec", "pyzmq")
+_INFERENCE = ("transformers", "accelerate", "tokenizers", "safetensors", "msgspec", "pyzmq")
 """Packages without which `distca generate` or `distca prefill` cannot start."""
 _CONVERSION = ("mbridge", "transformers", "safetensors")
 """Packages that `distca convert` needs beside Megatron."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.commands import tune_groups, tune_sparsity
+from distca.commands import tune_groups, tune_overlap, tune_sparsity
 from distca.commands.command_line import Parser, check_output, unknown
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.progress import Progress, progress, track
@@ -53,7 +53,8 @@ def build_parser() -> Parser:
         "what",
         choices=("partitions",),
         metavar="partitions",
-        help="What is searched; see also `distca tune groups` and `distca tune sparsity`.",
+        help="What is searched; see also `distca tune groups`, `distca tune overlap` and "
+        "`distca tune sparsity`.",
     )
     parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
     parser.add_argument(
@@ -114,9 +115,11 @@ def main(argv: Sequence[str]) -> int:
         return tune_sparsity.main(argv[1:])
     if argv and argv[0] == "groups":
         return tune_groups.main(argv[1:])
+    if argv and argv[0] == "overlap":
+        return tune_overlap.main(argv[1:])
     parser = build_parser()
     if argv and argv[0] != "partitions" and not argv[0].startswith("-"):
-        parser.error(unknown("form", argv[0], ("groups", "partitions", "sparsity")))
+        parser.error(unknown("form", argv[0], ("groups", "overlap", "partitions", "sparsity")))
     args = parser.parse(argv)
     _check_flags(args)
     args.dtype = served_dtype(args.dtype)

@@ -43,7 +43,8 @@ Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the 
 Others:
 
 * `config.py` is the engine's configuration; `messages.py` has what engines and workers say;
-  `outputs.py` has answers; `pool_size.py` says how many blocks prompts need;
+  `outputs.py` has answers; `pool_size.py` says how many blocks prompts need, `profiled_room.py` how
+  many a GPU has room for;
 * `runnable.py` is what the runner needs of a model. `models.py` and `transformers_model.py` load
   those of transformers, `distca/vllm/model.py` those of vLLM;
 * `tensor_parallel.py` and `sequence_parallel.py` split weights and rows; `cuda_graphs.py` and

@@ -29,6 +29,7 @@ from distca.inference.messages import AddRequest, Iteration, ModelOutput, Output
 from distca.inference.models import ServedModel
 from distca.inference.outputs import Completion, OnToken, RequestOutput
 from distca.inference.pool_size import check_stripe
+from distca.inference.profiled_room import agreed_room
 from distca.inference.prompts import check_tokens, whole_numbers
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams
 from distca.inference.transports import TransportName
@@ -150,18 +151,16 @@ class LLM:
         device = join_processes(config)
         self._config = config
         self._worker = Worker(config, device, trace)
-        self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
+        self._several = dist.get_world_size() > 1
         # What processes tell each other of iterations lies on the host.
         timeout = timedelta(seconds=config.parallel.step_timeout)
         on_gpus = self._several and device.type == "cuda"
         self._control: dist.ProcessGroup | None = (
             dist.new_group(backend="gloo", timeout=timeout) if on_gpus else None
         )
-        blocks = torch.tensor(self._worker.room)
-        if self._several:
-            dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)
-        self._worker.begin(int(blocks))
-        self._engine = Engine(config, int(blocks))
+        blocks = agreed_room(self._worker, config, self._control)
+        self._worker.begin(blocks)
+        self._engine = Engine(config, blocks)
         # Answers that this process ends with the iteration under way, or the next.
         self._aborts: set[int] = set()
         self.bytes_planned = 0

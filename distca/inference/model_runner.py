@@ -77,6 +77,7 @@ class ModelRunner:
         self._split = split
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
         self._last: tuple[Batch, Mapping[int, Sequence[int]]] | None = None
+        self._forgotten_bytes = 0
         self._model = model.runnable(device, tensor_ranks, computes)
         assert len(self._model.scales) == len(model.windows), "layers of another kind"
         self._speaks, self._sharing = tensor_ranks.rank == 0, tensor_ranks.sharing
@@ -111,7 +112,7 @@ class ModelRunner:
         transports = (self._transport, self._mover)
         of_all = (sum(each.bytes_sent.values()) for each in transports if each is not None)
         shared = 0 if self._sharing is None else self._sharing.bytes_sent
-        return sum(of_all) + shared
+        return sum(of_all) + shared - self._forgotten_bytes
 
     @property
     def rank(self) -> int:
@@ -130,14 +131,27 @@ class ModelRunner:
 
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
+        if isinstance(self._graphs, StepGraphs):
+            self._graphs.forget()
         self._attention.resize_pool(blocks)
 
-    def room(self, config: EngineConfig) -> int:
-        """Returns the blocks that this rank has room for beside the weights."""
+    def forget(self) -> None:
+        """Forgets the last batch, and the bytes that were sent so far."""
+        self._last = None
+        self._forgotten_bytes += self.bytes_sent
+
+    def room(self, config: EngineConfig, needed: int = 0) -> int:
+        """Returns the blocks that this rank has room for.
+
+        Args:
+            config: configuration of the engine.
+            needed: bytes that a GPU keeps free beside them for what steps need for a while.
+        """
         nbytes = config.cache.nbytes
         if nbytes is None:
             free, total = torch.cuda.mem_get_info(self.pool.keys.device)
-            nbytes = max(free - int((1 - config.cache.gpu_utilization) * total), 0)
+            kept = int((1 - config.cache.gpu_utilization) * total) + needed
+            nbytes = max(free - kept, 0)
         return nbytes // self.block_bytes
 
     def add_blocks(self, sequence: int, blocks: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 from dataclasses import dataclass
@@ -209,11 +210,14 @@ class ServedModel:
 
         Raises:
             ValueError: the checkpoint does not have exactly the weights of the model.
+            ImportError: accelerate is not installed, which loads to GPUs.
         """
+        if device.type != "cpu" and importlib.util.find_spec("accelerate") is None:
+            raise ImportError(f"models are loaded to GPUs by accelerate: {install('inference')}")
         if ranks.size > 1:
-            model = load_slice(self.checkpoint, ranks, self.dtype, attention)
+            model = load_slice(self.checkpoint, ranks, self.dtype, attention, device)
         else:
-            model = self.checkpoint.load(self.dtype, attention)
+            model = self.checkpoint.load(self.dtype, attention, device=device)
         return model.to(device).eval()
 
     def runnable(

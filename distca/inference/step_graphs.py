@@ -8,7 +8,7 @@ find keys by a table whose lines the graph gathers. This has not been run on a G
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from distca.attention.paged import KeyTable, TableKernel
 from distca.attention.pinned import copy_into, copy_to
 from distca.attention.sink import with_sink
 from distca.inference.attention_runner import AttentionRunner, BatchRows
-from distca.inference.cuda_graphs import Capture, size_for
+from distca.inference.cuda_graphs import SIZES, Capture, size_for
 from distca.inference.runnable import RunnableModel
 from distca.plan.span import Int64s
 from distca.runtime.serving.kv_pool import KVCache
@@ -75,6 +75,8 @@ class _Step:
         attention: pool and tables of the rank.
         capture: what captures.
         numbers: see `StepGraphs._numbers`.
+        memory_like: returns memory for the logits of that many rows that all graphs share, like
+            some logits.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class _Step:
         attention: AttentionRunner,
         capture: Capture,
         numbers: Int64s,
+        memory_like: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         pool, kernel, tables = attention.pool, attention.kernel, attention.tables
         assert isinstance(kernel, TableKernel)
@@ -102,9 +105,9 @@ class _Step:
         with capture.prepared():
             # Libraries make room for themselves when they are first called. This writes keys and
             # values, so that it must be of a step that is to run.
-            run()
+            self._logits = memory_like(run())
             capture.begin()
-            self._logits = run()
+            self._logits.copy_(run())
             self._replay = capture.end()
 
     def run(self, numbers: Int64s) -> torch.Tensor:
@@ -135,6 +138,7 @@ class StepGraphs:
         self._capture = capture
         self._steps: dict[int, _Step] = {}
         self._reads: tuple[KVCache, torch.Tensor] | None = None
+        self._logits: torch.Tensor | None = None
 
     def run(self, new: BatchRows, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor | None:
         """Runs a batch that decodes alone.
@@ -156,15 +160,25 @@ class StepGraphs:
         if size not in self._steps:
             logger.info("a CUDA graph of decode steps of up to %d rows is captured", size)
             made = self._model, self._windows, self._attention, self._capture, numbers
-            self._steps[size] = _Step(*made)
+            self._steps[size] = _Step(*made, self._memory_like)
         logits = self._steps[size].run(numbers)
         return logits[:rows].to(torch.float32, copy=True)
+
+    def _memory_like(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._logits is None:
+            self._logits = logits.new_empty((SIZES[-1], logits.shape[1]))
+        return self._logits[: len(logits)]
+
+    def forget(self) -> None:
+        """Drops all graphs, and with them the pool that they read."""
+        self._steps.clear()
+        self._reads = None
 
     def _forget_what_is_gone(self) -> None:
         """Drops graphs of a pool or a table that another has replaced."""
         reads = self._attention.pool, self._attention.tables.table
         if self._reads is None or any(a is not b for a, b in zip(reads, self._reads, strict=True)):
-            self._steps.clear()
+            self.forget()
             self._reads = reads
 
     def _numbers(self, new: BatchRows, tokens: Mapping[int, Sequence[int]], size: int) -> Int64s:

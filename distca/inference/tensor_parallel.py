@@ -206,7 +206,11 @@ def slice_config(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
 
 
 def load_slice(
-    checkpoint: Checkpoint, ranks: TensorRanks, dtype: torch.dtype, attention: str
+    checkpoint: Checkpoint,
+    ranks: TensorRanks,
+    dtype: torch.dtype,
+    attention: str,
+    device: torch.device,
 ) -> PreTrainedModel:
     """Reads a rank's slice of a model, which gives the whole model's logits. Collective.
 
@@ -215,13 +219,14 @@ def load_slice(
         ranks: ranks that have slices.
         dtype: dtype of the weights.
         attention: implementation of attention.
+        device: device of the weights.
 
     Raises:
         ValueError: the checkpoint does not have exactly the weights of the model.
     """
     config = checkpoint.config
     of_rank = slice_config(config, ranks.size)
-    model = checkpoint.load(dtype, attention, of_rank, _Cut(config, ranks))
+    model = checkpoint.load(dtype, attention, of_rank, _Cut(config, ranks), device)
     _add_hooks(model, config.vocab_size, ranks)
     return model
 

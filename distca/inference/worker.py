@@ -151,9 +151,25 @@ class Worker:
         self.logits = NO_LOGITS
 
     @property
-    def room(self) -> int:
-        """Blocks that there is room for beside the weights."""
-        return self._model.room(self._settings)
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._device
+
+    def room(self, needed: int = 0) -> int:
+        """Returns the blocks that there is room for.
+
+        Args:
+            needed: bytes that a GPU keeps free beside them for what steps need for a while.
+        """
+        return self._model.room(self._settings, needed)
+
+    def forget(self) -> None:
+        """Forgets all iterations and their sequences, so that the first comes again."""
+        for number in self._sequences:
+            self._model.drop(number)
+        self._sequences.clear()
+        self._next, self._ran, self.logits = 0, False, NO_LOGITS
+        self._model.forget()
 
     @property
     def block_bytes(self) -> int:

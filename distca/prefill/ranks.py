@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import NoReturn
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from distca.inference.config import EngineConfig
@@ -21,6 +20,7 @@ from distca.inference.engine import Engine
 from distca.inference.llm import join_processes
 from distca.inference.messages import AddRequest, Iteration, decoder, encode
 from distca.inference.models import ServedModel
+from distca.inference.profiled_room import agreed_room
 from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 from distca.plan.span import Int64s
@@ -142,11 +142,10 @@ class PrefillRank:
         timeout = timedelta(seconds=config.parallel.step_timeout)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._worker = Worker(config, device, model=model)
+        blocks = agreed_room(self._worker, config, self._control)
+        self._worker.begin(blocks)
         self._worker.watch(self)
-        blocks = torch.tensor(self._worker.room)
-        dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._control)
-        self._worker.begin(int(blocks))
-        self._engine = Engine(config, int(blocks))
+        self._engine = Engine(config, blocks)
         self._layers = len(config.model.windows)
         self._front: Front | None = None
         self._sender, self._now = Sender(lease), 0.0

@@ -179,6 +179,7 @@ class DistcaConfig:
         latent_rows: whether latents travel for keys and values: `auto`, `on` or `off`.
         ping_pong: whether a micro-batch runs as two nano-batches.
         cuda_graphs: whether layers are replayed as CUDA graphs.
+        sm_margin: multiprocessors that attention kernels leave to exchanges.
         chain: number of micro-batches in turn that share documents.
         pool_size: data-parallel ranks of a server pool; None: one pool has all.
         token_pairs: visible pairs that take as long as a token's linear layers, by which pools are
@@ -195,6 +196,7 @@ class DistcaConfig:
     latent_rows: LatentRows = "auto"
     ping_pong: bool = True
     cuda_graphs: bool = False
+    sm_margin: int = 0
     chain: int = 1
     pool_size: int | None = None
     token_pairs: float | None = None
@@ -263,6 +265,7 @@ class DistcaConfig:
             latent_rows=args.distca_latent_rows,
             ping_pong=args.distca_ping_pong,
             cuda_graphs=args.distca_cuda_graphs,
+            sm_margin=args.distca_sm_margin,
             chain=args.distca_chain,
             pool_size=args.distca_pool_size,
             token_pairs=args.distca_token_pairs,

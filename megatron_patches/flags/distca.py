@@ -132,6 +132,14 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "more memory. Not run on any GPU yet.",
     )
     group.add_argument(
+        "--distca-sm-margin",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Multiprocessors that FlashAttention 3 leaves to exchanges, as `distca tune overlap` "
+        "finds them. Not run on any GPU yet.",
+    )
+    group.add_argument(
         "--distca-transport",
         choices=TRANSPORTS,
         # Not auto: on GPUs that would be a transport that no GPU has run yet.

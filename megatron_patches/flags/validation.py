@@ -81,6 +81,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     _validate_servers(config, args)
     _validate_transport(config)
     _validate_cuda_graphs(config, args)
+    _validate_sm_margin(config)
     _validate_experts(config, args)
     comm_shape(config, args)
     if args.attention_dropout:
@@ -401,6 +402,22 @@ def _validate_gradient_fusion(config: DistcaConfig, args: Namespace) -> None:
                 "forward pass is not the first to go back, so that layers would lose gradients: "
                 "add --no-gradient-accumulation-fusion"
             )
+
+
+def _validate_sm_margin(config: DistcaConfig) -> None:
+    """Checks that there are multiprocessors to leave free, and some more."""
+    if config.sm_margin < 0:
+        raise ValueError(f"--distca-sm-margin {config.sm_margin} must be at least 0")
+    if not config.sm_margin:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("--distca-sm-margin needs GPUs, but torch sees none: remove it")
+    there = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    if config.sm_margin >= there:
+        raise ValueError(
+            f"--distca-sm-margin {config.sm_margin} leaves no multiprocessor of {there} to "
+            "attention: give less"
+        )
 
 
 def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:

@@ -40,7 +40,7 @@ def build_core_attention(
     times = AttentionTimes(device)
     return CoreAttention(
         make_transport(config.transport, group, device, timeout),
-        TimedKernel(select_kernel_of_heads(device.type, *heads), times),
+        TimedKernel(select_kernel_of_heads(device.type, *heads, config.sm_margin), times),
         Buffers(device, len(NANO_BATCHES) if config.ping_pong else 1),
         config.backward,
         Trace(device),

@@ -10,7 +10,7 @@ import torch
 
 from distca.attention import KernelTasks, select_kernel
 from distca.attention.choice import advice, check_block_size, check_head_dim, choose
-from distca.attention.paged import PagedKeys
+from distca.attention.paged import KeyTable, PagedKeys
 from distca.attention.softcap import SoftCapped
 from distca.commands import doctor
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
@@ -94,6 +94,29 @@ def test_a_package_that_cannot_be_used_is_refused(
     assert name in found.cure
 
 
+def test_version_3_alone_leaves_multiprocessors_free(packages, monkeypatch) -> None:
+    packages.install(FA3 | FA4)
+    on_gpu(monkeypatch, BLACKWELL)
+    with pytest.raises(ValueError, match=r"FlashAttention 4 .* remove --distca-sm-margin"):
+        select_kernel("cuda", 128, sm_margin=8)
+    on_gpu(monkeypatch, HOPPER)
+    for given, margin in ({}, 0), ({"sm_margin": 8}, 8):
+        kernel, told = select_kernel("cuda", 128, **given), []
+        for name in ("_forward", "_backward"):
+            theirs = getattr(kernel, name)
+
+            def noted(*values, theirs=theirs, told=told, **options):
+                told.append(options["sm_margin"])
+                return theirs(*values, **options)
+
+            monkeypatch.setattr(kernel, name, noted)
+        _, case, causal, window = CASES[0]
+        (*rows, dout), edges = make_inputs(case, 4, 2, 16, torch.float32)
+        tasks = KernelTasks(*edges, causal, window, SCALE)
+        kernel.backward(dout, *rows, *kernel.forward(*rows, tasks), tasks)
+        assert told == [margin, margin]
+
+
 @pytest.mark.parametrize("head_dim", [0, 4, 100, 264, 512])
 def test_heads_that_no_kernel_has_are_refused(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"heads of {head_dim} elements: choose --kv-channels"):
@@ -174,6 +197,30 @@ def test_calls_mean_the_tasks(
     assert_close(lse, expected_lse, 3e-6)
     for found, expected in zip(gradients, expected_gradients, strict=True):
         assert_close(found, expected, 3e-6)
+
+
+@pytest.mark.parametrize("package", MODULES)
+@pytest.mark.parametrize("window", [None, 5])
+def test_calls_mean_the_lines_of_a_table(packages, monkeypatch, package, window) -> None:
+    """A query of each line, which is the last of its keys; the host knows nothing of them."""
+    packages.install({package: "9.9"})
+    on_gpu(monkeypatch, HOPPER)
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(4, 4, 16), torch.randn(2, 6 * 256, 2, 16)
+    host = np.array([[4, 1], [0, 0], [2, 5], [3, 0]], dtype=np.int32)
+    used = np.array([300, 1, 512, 7])
+    first = np.zeros_like(used) if window is None else np.maximum(used - 1 - window, 0)
+    keys = PagedKeys(torch.from_numpy(host), host, first, used, 256)
+    each = torch.arange(5, dtype=torch.int32)
+    edges = each, torch.tensor([0, *np.cumsum(used - first)], dtype=torch.int32)
+    tasks = KernelTasks(*edges, False, None, SCALE)
+    expected = SoftCapped(select_kernel("cpu"), 2.0).forward_paged(q, k, v, tasks, keys)
+    kernel = SoftCapped(select_kernel("cuda", 16, softcaps=True), 2.0)
+    assert kernel.reads_table(16)
+    table = KeyTable(torch.from_numpy(host), torch.from_numpy(used).int(), each, 256)
+    found = kernel.forward_table(q, k, v, table, SCALE, window)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_close(mine, theirs.double(), 3e-6)
 
 
 @pytest.mark.parametrize("package", MODULES)

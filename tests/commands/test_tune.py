@@ -49,6 +49,12 @@ def test_a_search_goes_on_where_it_ended(
     assert "searched |0---" in out
 
 
+def test_overlap_is_tuned_on_gpus_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "overlap"])
+    assert "needs at least two GPUs, one for each rank: there are 0\n" in capsys.readouterr().err
+
+
 class _Ranks:
     """Stands for ranks, whose seconds are those of the part with most work."""
 

@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,17 @@ class Job:
     flags: list[str]
     lengths: list[int]
     steps: int = 1
+    packages: tuple[str, ...] = ()
+    capability: tuple[int, int] = (9, 0)
 
 
 def job(*flags: str, ranks: int = RANKS, steps: int = 1, windows: bool = False) -> Job:
     """A job with `--distca`; `windows`: its documents are those of pipelines."""
     return Job(ranks, ["--distca", *flags], (documents(3) if windows else LENGTHS) * steps, steps)
+
+
+PACKAGES = ("flash-attn-3", "flash-attn-4")
+BOTH = replace(job(*HALVES), packages=PACKAGES)
 
 
 JOBS = {
@@ -77,7 +83,14 @@ JOBS = {
     "experts": job(*HALVES, *EXPERTS),
     "graphs": job(*HALVES, "--distca-cuda-graphs"),
     "sharded optimizer": job(*HALVES, *OVERLAPPING, steps=2),
+    "FlashAttention 3": BOTH,
+    "FlashAttention 4 on Blackwell": replace(BOTH, capability=(10, 0)),
 }
+KERNELS = {
+    "FlashAttention 3": {"flash_attn_3::fwd", "flash_attn_3::bwd"},
+    "FlashAttention 4 on Blackwell": {"flash_attn_4::fwd", "flash_attn_4::bwd"},
+}
+"""Operators of attention where not torch's own run."""
 
 
 MORE = "--train-iters 5 --hidden-dropout 0 --bf16 --transformer-impl local".split()
@@ -115,15 +128,28 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [pickle.loads((folder / f"rank {rank}").read_bytes()) for rank in range(RANKS)]
 
 
+@pytest.fixture(scope="module")
+def on_cpus() -> dict[str, list[StepsDone]]:
+    """What ranks without GPUs found, by their flags and documents."""
+    return {}
+
+
+def _expected(ranks: Any, on_cpus: dict[str, list[StepsDone]], each: Job) -> list[StepsDone]:
+    """What as many ranks find on CPUs, which run what several jobs have in common once."""
+    flags = ["--bf16", *(flag for flag in each.flags if flag != "--distca-cuda-graphs")]
+    its = flags, each.lengths, each.steps
+    key = repr((its, each.ranks))
+    if key not in on_cpus:
+        on_cpus[key] = ranks.run(train, *its, world_size=each.ranks)
+    return on_cpus[key]
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_losses_and_gradients_are_the_cpus_and_nothing_races(
-    ranks: Any, on_gpus: list[dict[str, Any]], name: str
+    ranks: Any, on_gpus: list[dict[str, Any]], on_cpus: dict[str, list[StepsDone]], name: str
 ) -> None:
     each = JOBS[name]
-    flags = ["--bf16", *(flag for flag in each.flags if flag != "--distca-cuda-graphs")]
-    expected: list[StepsDone] = ranks.run(
-        train, flags, each.lengths, each.steps, world_size=each.ranks
-    )
+    expected = _expected(ranks, on_cpus, each)
     found = [its[name] for its in on_gpus[: each.ranks]]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.races == []
@@ -146,6 +172,14 @@ def test_ranks_ask_nccl_in_one_order(on_gpus: list[dict[str, Any]], name: str) -
     calls = {its[name].process: its[name].calls for its in on_gpus}
     assert all(calls.values())
     assert out_of_order(calls) == []
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_kernel_of_the_gpu_runs(on_gpus: list[dict[str, Any]], name: str) -> None:
+    """The fastest of those that are installed, in both passes."""
+    torchs = {"_flash_attention_forward", "_flash_attention_backward"}
+    for its in on_gpus[: JOBS[name].ranks]:
+        assert its[name].kernels == KERNELS.get(name, torchs)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from distca.commands.verify.overlap import MARGINS
 from support.simgpu.machine import Machine, built_or_skip
 from support.verify_faults import FAULTS
 
@@ -64,6 +66,18 @@ def test_all_kernels_that_are_installed_are_tried() -> None:
     [line] = json.loads(ran.stdout)["stages"]
     names = {name.removeprefix("error of FlashAttention ")[0] for name in line["figures"]}
     assert names == {"2", "3", "4"}, line
+
+
+def test_a_margin_is_found_for_version_3() -> None:
+    built_or_skip()
+    command = [sys.executable, "-m", "distca", "tune", "overlap"]
+    ran = Machine(2, CAPACITY, ("flash-attn-3",)).run(command)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    times, flag = ran.stdout.splitlines()
+    margin = re.search(r"; (\d+) multiprocessors left free, with none both take", times)
+    assert margin is not None, times
+    assert int(margin[1]) in MARGINS
+    assert flag == f"--distca-sm-margin {margin[1]}"
 
 
 def trained(devices: int) -> subprocess.CompletedProcess[str]:

@@ -145,7 +145,6 @@ def fa2_forward(
         assert len(q) == len(cu_seqlens_q) - 1, "max_seqlen_q is 1, and a task has no query"
     if block_table is not None:
         assert k.shape[1] % 256 == 0
-        assert torch.equal(cu_seqlens_k.diff(), seqused_k)
         k, v, cu_seqlens_k, max_seqlen_k = _in_order(k, v, block_table, seqused_k)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
@@ -208,6 +207,7 @@ def fa3_forward(
     window_size_right=-1,
     softcap=0.0,
     num_splits=0,
+    sm_margin=0,
 ):
     # The package chooses where keys lie in a table.
     assert num_splits == (page_table is None)

@@ -131,7 +131,7 @@ def a_graph_replays_stale_inputs() -> Iterator[None]:
 @fault("memory")
 def a_pool_is_larger_than_the_memory() -> Iterator[None]:
     room = ModelRunner.room
-    with mock.patch.object(ModelRunner, "room", lambda self, config: 2 * room(self, config)):
+    with mock.patch.object(ModelRunner, "room", lambda *given: 2 * room(*given)):
         yield
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from support.simgpu import cuda
 from support.simgpu.forked import import_transformers, run_ranks
-from support.simgpu.machine import packages_at
+from support.simgpu.machine import Machine, packages_at
 from support.simgpu.races import count, races
 
 TOKENS = 5
@@ -77,6 +77,7 @@ def answers_of(
     prompts: list[list[int]],
     at_once: bool = False,
     penalties: Mapping[str, float] | None = None,
+    room: int | None = None,
 ) -> dict[str, Any]:
     """Answers with a model; returns tokens, races and what each step asked of the GPU.
 
@@ -88,6 +89,8 @@ def answers_of(
         prompts: prompts as token ids.
         at_once: whether the prompts are answered together, and not one after the other.
         penalties: fields of `Penalties`, for all answers.
+        room: bytes of a GPU that nobody else has, of which the pool takes what is left, but for a
+            MiB; None: the pool is small, and the GPU has more.
     """
     import torch
     import torch.distributed as dist
@@ -105,7 +108,18 @@ def answers_of(
         torch_cpu.load_paged = lambda: None  # type: ignore[assignment]
     dtype = torch.bfloat16 if cuda.native is None else DTYPES[served_dtype(None)]
     model = read_model(folder, dtype, 1)
-    config = configure(model, ranks, block_size=256, cache_bytes=1 << 24)
+    config = configure(
+        model,
+        ranks,
+        block_size=256,
+        cache_bytes=1 << 24 if room is None else None,
+        gpu_utilization=1 - 2**20 / Machine().capacity,
+        max_num_seqs=8,
+    )
+    others = None
+    if room is not None:
+        free, _ = torch.cuda.mem_get_info(rank)
+        others = torch.empty(free - room, dtype=torch.uint8, device=torch.device("cuda", rank))
     sampling = SamplingParams(TOKENS, 0.0, 0, frozenset())
     told = _Tokens()
     store = f"{stores}/{Path(folder).name}"
@@ -126,6 +140,7 @@ def answers_of(
         steps = told.steps
         log += [record for step in (*steps, rest) for record in step]
     dist.destroy_process_group()
+    del others
     return {"tokens": tokens, "races": races(log), "steps": [_told(step) for step in steps]}
 
 

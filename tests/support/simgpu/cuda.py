@@ -16,7 +16,10 @@ from typing import Any
 
 from support.simgpu import machine
 
-NAME, CAPABILITY = "Simulated H100", (9, 0)
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+NAMES = {HOPPER: "Simulated H100", BLACKWELL: "Simulated B200"}
+capability = HOPPER
+"""Compute capability of the devices."""
 native: Any = None
 
 
@@ -250,10 +253,10 @@ def synchronize(device: Any = None) -> None:
 
 
 class _Properties:
-    """See `torch.cuda.get_device_properties`; numbers of an H100 but for the memory."""
+    """See `torch.cuda.get_device_properties`; numbers of an H100 but for name and memory."""
 
-    name = NAME
-    major, minor = CAPABILITY
+    name = property(lambda self: NAMES[capability])
+    major, minor = (property(lambda self, at=at: capability[at]) for at in range(2))
     multi_processor_count, warp_size, max_threads_per_multi_processor = 132, 32, 2048
     shared_memory_per_block_optin, regs_per_multiprocessor = 232448, 65536
     L2_cache_size = 50 << 20
@@ -293,8 +296,8 @@ _REPLACED: dict[str, Any] = {
     "device_count": lambda: native.devices(),
     "current_device": lambda: native.device(),
     "set_device": lambda device: native.set_device(_index(device)),
-    "get_device_capability": lambda device=None: CAPABILITY,
-    "get_device_name": lambda device=None: NAME,
+    "get_device_capability": lambda device=None: capability,
+    "get_device_name": lambda device=None: NAMES[capability],
     "get_device_properties": lambda device=None: _Properties(),
     "can_device_access_peer": lambda device, peer: device != peer,
     "is_bf16_supported": lambda *_, **__: True,

@@ -1,4 +1,4 @@
-"""A stand-in for the functions of `flash-attn-4` on Hopper, with the checks of their source.
+"""A stand-in for the functions of `flash-attn-4`, with the checks of their source.
 
 What we never pass is no parameter of it.
 """
@@ -57,8 +57,10 @@ def _check_inputs(tensors: dict[str, Any], numbers: dict[str, Any]) -> None:
     heads, kv_heads = (tensors[name].shape[-2] for name in ("q", "k"))
     _check(heads % kv_heads == 0, "num_head must be divisible by num_head_kv")
     sizes = tensors["q"].shape[-1], tensors["v"].shape[-1]
-    fit = all(8 <= size <= 256 and size % 8 == 0 for size in sizes)
-    _check(fit, f"(head_dim, head_dim_v)={sizes} is not supported on SM90")
+    hopper = cuda.capability == cuda.HOPPER
+    fit = all(8 <= size <= (256 if hopper else 128) and size % 8 == 0 for size in sizes)
+    fit = fit or (sizes == (192, 128) and not hopper)
+    _check(fit, f"(head_dim, head_dim_v)={sizes} is not supported on SM{90 if hopper else 100}")
 
 
 def _tile_of_keys(size: int, of_value: int, causal: bool, local: bool) -> int:

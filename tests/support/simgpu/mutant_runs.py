@@ -50,7 +50,9 @@ def _rows(rank: int, folder: Path) -> Found:
     return {"rows": found["rows"], "races": found["races"], "syncs": sum(found["syncs"].values())}
 
 
-def _answered(family: str, lengths: Sequence[int], ranks: int = 2) -> Callable[[int, Path], Found]:
+def _answered(
+    family: str, lengths: Sequence[int], ranks: int = 2, room: int | None = None
+) -> Callable[[int, Path], Found]:
     def run(rank: int, folder: Path) -> Found:
         from distca.inference.small_models import VOCABULARY, save_small_model
         from support.simgpu.answers import answers_of
@@ -58,7 +60,8 @@ def _answered(family: str, lengths: Sequence[int], ranks: int = 2) -> Callable[[
         model = str(save_small_model(family, folder / str(rank)))
         prompts = [[(7 * n + n * n) % VOCABULARY for n in range(length)] for length in lengths]
         penalties = {"presence": 0.1, "frequency": 0.1, "repetition": 1.1}
-        found = answers_of(model, rank, ranks, str(folder), prompts, True, penalties)
+        how = True, penalties, room
+        found = answers_of(model, rank, ranks, str(folder), prompts, *how)
         steps = found.pop("steps")
         return found | {
             "launches": sum(step["launches"] for step in steps),
@@ -98,6 +101,7 @@ JOBS = {
     # Blocks of 256 tokens: some prompts lie on one rank alone, and some fill one by their answers.
     "answers": Job(2, _SECONDS, _answered("gemma3_text", (300, 5, 804, 510, 509))),
     "alone": Job(1, _SECONDS, _answered("gemma3_text", (300, 5, 804, 510, 509), ranks=1)),
+    "little memory": Job(2, _SECONDS, _answered("llama", (300, 5, 804, 510), room=64 << 20)),
     # No key of what windowed layers see of it is on the first rank.
     "one answer": Job(2, _SECONDS, _answered("gemma3_text", (300,))),
     "experts": Job(1, _SECONDS, _answered("gpt_oss", (300, 5), ranks=1)),

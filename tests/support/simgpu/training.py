@@ -1,7 +1,7 @@
 """A rank that trains small models on its simulated GPU, and what that asked of the GPU.
 
-Its argument is a list, as JSON: jobs by name, rank, a folder for what ranks write. A job is ranks,
-flags, lengths of documents, steps. It writes `rank N` there, pickled.
+Its argument is a list, as JSON: jobs by name, rank, a folder for what ranks write. It writes `rank
+N` there, pickled.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from support import training
 from support.models import StepsDone, train
 from support.ranks import forget_megatron
 from support.simgpu import cuda, nccl
+from support.simgpu.machine import packages_at
 from support.simgpu.order import Call
 from support.simgpu.packages import WITHOUT_PACKAGES
 from support.simgpu.races import count, races
@@ -40,12 +41,16 @@ class Job:
         flags: flags beside those of the small model.
         lengths: tokens of each document.
         steps: training steps.
+        packages: packages of kernels that are installed.
+        capability: compute capability of the GPUs.
     """
 
     ranks: int
     flags: Sequence[str]
     lengths: Sequence[int]
     steps: int = 1
+    packages: Sequence[str] = ()
+    capability: tuple[int, int] = cuda.HOPPER
 
 
 @dataclass
@@ -60,6 +65,7 @@ class Trained:
         syncs: how often the host waited then, by reason and place.
         process: its number in calls.
         calls: what it asked NCCL for, in order.
+        kernels: operators of attention that ran.
     """
 
     done: StepsDone
@@ -68,10 +74,19 @@ class Trained:
     syncs: dict[str, int]
     process: int
     calls: list[Call]
+    kernels: set[str]
 
 
 def train_here(job: Job, rank: int, store: str) -> Trained:
     """Runs a job as one of its ranks."""
+    folders = [*packages_at(job.packages), *sys.path]
+    # JSON has lists.
+    capability = tuple(job.capability)
+    with mock.patch.object(cuda, "capability", capability), mock.patch("sys.path", folders):
+        return _train_here(job, rank, store)
+
+
+def _train_here(job: Job, rank: int, store: str) -> Trained:
     torch.cuda.set_device(rank)
     nccl.calls.clear()
     file = dist.FileStore(store, job.ranks)  # type: ignore[attr-defined]
@@ -96,9 +111,9 @@ def train_here(job: Job, rank: int, store: str) -> Trained:
     forget_megatron()
     done.gradients = {name: (each.cpu(), split) for name, (each, split) in done.gradients.items()}
     spent = count(steps[-1] if steps else log)
-    return Trained(
-        done, races(log), spent.launches, dict(spent.syncs), os.getpid(), list(nccl.calls)
-    )
+    kernels = {name for name in count(log).operators if "flash" in name}
+    counts = spent.launches, dict(spent.syncs)
+    return Trained(done, races(log), *counts, os.getpid(), list(nccl.calls), kernels)
 
 
 def _cut() -> list[Any]:

@@ -1,0 +1,64 @@
+"""`distca tune overlap`: finds how many multiprocessors attention should leave to exchanges."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from distca.attention.choice import choose
+from distca.commands.command_line import Parser
+from distca.commands.verify.ranks import verify_machine
+from distca.commands.verify.stage import Line
+
+_HEAD_DIM = 128
+_EPILOG = """
+example:
+  distca tune overlap
+
+FlashAttention 3's kernels stay on all multiprocessors of a GPU from begin to end, so that an
+exchange that begins later waits for them. A rank on each GPU times a kernel with several margins
+while rows travel between all of them, and prints the flag of training for the one with which both
+take least.
+FlashAttention 2 and 4 have no such argument.
+"""
+
+
+def build_parser() -> Parser:
+    """Builds the parser of the command's flags."""
+    parser = Parser("tune overlap", __doc__.splitlines()[0], _EPILOG)
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="Processes, each with a GPU. Default: all GPUs."
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status: 1 if ranks failed.
+
+    Raises:
+        ValueError: there are not enough GPUs, or they have another kernel.
+    """
+    args = build_parser().parse(argv)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = gpus if args.ranks is None else args.ranks
+    if not 2 <= ranks <= gpus:
+        raise ValueError(
+            f"distca tune overlap needs at least two GPUs, one for each rank: there are {gpus}"
+            + (f" for --ranks {ranks}" if args.ranks is not None else "")
+        )
+    chosen, _ = choose(torch.cuda.get_device_capability(), _HEAD_DIM)
+    if chosen.generation != 3:
+        raise ValueError(
+            f"core attention's kernel is {chosen}, and FlashAttention 3 alone can leave "
+            "multiprocessors free: there is nothing to tune"
+        )
+    lines: list[Line] = []
+    verify_machine(ranks, ["overlap"], None, lines.append)
+    line = lines[-1]
+    if line.state != "ok":
+        sys.stderr.write(f"{line.text}\n{line.cure}\n")
+        return 1
+    sys.stdout.write(f"{line.text}\n--distca-sm-margin {line.figures['sm_margin']:.0f}\n")
+    return 0

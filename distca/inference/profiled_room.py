@@ -1,0 +1,79 @@
+"""How many blocks of keys and values a GPU has room for, beside all that the largest steps need.
+
+What is not weights is measured: the ranks decode as many sequences as a graph is captured for, then
+compute as many tokens of prompts as an iteration feeds. Buffers of exchanges, those of libraries
+and graphs are there by then, and the peak says what else a step needs for a while.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import torch
+import torch.distributed as dist
+
+from distca.inference.config import EngineConfig
+from distca.inference.cuda_graphs import SIZES
+from distca.inference.engine import Engine
+from distca.inference.messages import AddRequest
+from distca.inference.sampling import SamplingParams
+from distca.inference.worker import Worker
+
+
+def agreed_room(worker: Worker, config: EngineConfig, control: dist.ProcessGroup | None) -> int:
+    """Returns the blocks that all ranks have room for. Collective.
+
+    Args:
+        worker: this process's, without any sequence.
+        config: configuration of the engine.
+        control: group of all processes, on the host; None: the default group is one.
+    """
+    needed = 0
+    if config.cache.nbytes is None:
+        needed = _most_needed(worker, config, control)
+    blocks = torch.tensor(worker.room(needed))
+    if dist.get_world_size() > 1:
+        dist.all_reduce(blocks, dist.ReduceOp.MIN, group=control)
+    return int(blocks)
+
+
+def _most_needed(worker: Worker, config: EngineConfig, control: dist.ProcessGroup | None) -> int:
+    """Bytes of this GPU that the largest steps need for a while, beside what stays."""
+    limits, positions = config.scheduler, config.model.positions
+    decoded = min(limits.max_num_seqs, SIZES[-1])
+    tokens = limits.max_num_batched_tokens
+    longest = min(tokens, max(positions - 2, 1))
+    prompts = [longest] * (tokens // longest)
+    size = config.cache.block_size
+    blocks = max(2 * decoded, sum(math.ceil((each + 2) / size) + 1 for each in prompts))
+    device = worker.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    worker.begin(blocks)
+    pool = blocks * worker.block_bytes
+    # Graphs are captured first, so that their memory is part of what the longest step needs.
+    _answer(worker, Engine(config, blocks), [1] * decoded, control)
+    _answer(worker, Engine(config, blocks), prompts, control)
+    peak = torch.cuda.max_memory_allocated(device)
+    worker.begin(1)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(peak - pool - torch.cuda.memory_allocated(device), 0)
+
+
+def _answer(
+    worker: Worker, engine: Engine, lengths: list[int], control: dist.ProcessGroup | None
+) -> None:
+    """Answers prompts of some lengths by two tokens each, which nobody reads."""
+    for number, length in enumerate(lengths):
+        # With salts of their own they share no blocks.
+        salt = number.to_bytes(4)
+        engine.add(AddRequest(number, 0, [1] * length, SamplingParams(2), salt=salt))
+    while (begun := engine.schedule()) is not None:
+        done = worker.execute(begun)
+        said = [done] * dist.get_world_size()
+        if len(said) > 1:
+            dist.all_gather_object(said, done, group=control)
+        engine.finish({rank: each for rank, each in enumerate(said) if each is not None})
+    worker.forget()
