@@ -13,7 +13,7 @@ from distca.commands.verify.overlap import MARGINS
 from support.simgpu.machine import Machine, built_or_skip
 from support.verify_faults import FAULTS
 
-# transformers leaves 1.2 GiB of a GPU free when it makes room for weights, and fails if there is less.
+# When transformers makes room for weights it leaves 1.2 GiB of a GPU, and fails if it has less.
 CAPACITY = 1_600_000_000
 # Training has its own tests: Megatron-LM starts processes, in minutes.
 STAGES = "environment links kernels transports answers overlap costs memory serving".split()
