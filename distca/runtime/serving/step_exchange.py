@@ -134,7 +134,7 @@ class SteppedExchange:
     queries: int
     keys: int
     steps: tuple[ExchangeStep, ...]
-    head_groups: int = 1
+    head_groups: int
 
     @property
     def tokens(self) -> int:

@@ -102,7 +102,7 @@ def test_any_tasks_in_any_steps_are_dense_attention(seed: int, window: int | Non
     run_virtually(stepped, SHAPES[seed % 2], torch.float32)
 
 
-@pytest.mark.parametrize("step", [[0, 1, 1, 2], [1, 0, 2, 3]])
+@pytest.mark.parametrize("step", [[0, 1, 1, 2], [1, 0, 2, 3], [0, 0, 0, 1]])
 def test_outputs_that_returned_before_a_rank_computes_are_kept(step: list[int]) -> None:
     """Rank 1's own keys meet its queries last; those of rank 0 do in the first step or later."""
     placement = Placement(*(np.array(x) for x in ([0, 0, 1], [0, 8, 0], [8, 16, 8], [0, 1, 0])), 2)
