@@ -278,7 +278,7 @@ def test_what_is_no_utf_8_text_is_named_and_left_out_or_refused(tmp_path, monkey
     given = ["--input", "in", "--output-prefix", "out"]
     assert command(*given, "--train-tokenizer=300") == 0
     captured = capsys.readouterr()
-    assert re.match(r"out: 3 documents, \d+ tokens; left out: 6\n", captured.out)
+    assert re.match(r"out: 3 documents, \d+ tokens; left out: 6; a --split ", captured.out)
     listed = [fault for _, told in faults.values() for fault in told.splitlines()]
     assert Path("out_left_out.txt").read_text().splitlines() == listed
     assert len(captured.err.splitlines()) == 4
