@@ -2,14 +2,19 @@
 
 A line holds an object with `messages`, each with a role and a content. A system message begins a
 new conversation, so that a line may hold several, of which none sees another.
+
+Or it holds a `prompt` and several `completions` of it, with `weights` if they don't count alike:
+as many conversations, the prompt's messages and then a completion.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +33,7 @@ class Conversations(TokenSource):
         edges: first token of each conversation, and the number of all, int64 `[conversations + 1]`.
         tokens: all tokens, int32 `[tokens]`.
         counts: whether each counts in the loss, bool `[tokens]`.
+        weights: weight of each conversation's tokens that count, float64 `[conversations]`.
     """
 
     path: str
@@ -35,6 +41,7 @@ class Conversations(TokenSource):
     edges: Int64s
     tokens: np.ndarray
     counts: np.ndarray
+    weights: Floats
 
     @property
     def lengths(self) -> Int64s:
@@ -46,7 +53,7 @@ class Conversations(TokenSource):
 
     def loss_weights(self, document: int, start: int, end: int) -> Floats:
         origin = self.edges[document]
-        return self.counts[origin + start : origin + end].astype(np.float64)
+        return self.counts[origin + start : origin + end] * self.weights[document]
 
     def place(self, document: int) -> str:
         return f"{self.path}, line {self.lines[document]}: a conversation"
@@ -64,16 +71,17 @@ def read_conversations(path: str, tokenizer: ChatTokenizer) -> Conversations:
     """
     if not Path(path).is_file():
         raise ValueError(f"{path} does not exist: with --sft data are files of JSON lines")
-    lines, tokens, counts = [], [], []
+    lines, tokens, counts, weights = [], [], [], []
     edges = [0]
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                for conversation in _split(_messages(line)):
+                for conversation, weight in _conversations(line):
                     found, counted = tokenizer.tokenize(conversation)
                     lines.append(number)
+                    weights.append(weight)
                     tokens.append(np.array(found, dtype=np.int32))
                     counts.append(np.array(counted, dtype=bool))
                     edges.append(edges[-1] + len(found))
@@ -87,20 +95,65 @@ def read_conversations(path: str, tokenizer: ChatTokenizer) -> Conversations:
         np.array(edges, dtype=np.int64),
         np.concatenate(tokens),
         np.concatenate(counts),
+        np.array(weights, dtype=np.float64),
     )
 
 
-def _messages(line: bytes) -> list[Message]:
-    """Reads a line's messages, each with a text as its role and as its content."""
+def _conversations(line: bytes) -> Iterator[tuple[list[Message], float]]:
+    """Yields the conversations of a line, and the weight of each."""
     try:
         read = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON ({error})") from error
+    if isinstance(read, dict) and "completions" in read:
+        yield from _completed(read)
+        return
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError("no JSON object with a list of 'messages'")
+        raise ValueError("no JSON object with a list of 'messages', or 'prompt' and 'completions'")
+    _check_messages(messages)
+    for conversation in _split(messages):
+        yield conversation, 1.0
+
+
+def _completed(read: dict[str, Any]) -> Iterator[tuple[list[Message], float]]:
+    """Yields a prompt with each of its completions, and the weight of each."""
+    prompt = _as_messages(read.get("prompt"), "user", "'prompt'")
+    completions, weights = read["completions"], read.get("weights")
+    if "messages" in read:
+        raise ValueError("it has 'messages' beside 'completions': give one of the two")
+    if not isinstance(completions, list) or not completions:
+        raise ValueError("'completions' is no list of texts, or of lists of messages")
+    if weights is None:
+        weights = [1.0] * len(completions)
+    if not isinstance(weights, list) or len(weights) != len(completions):
+        raise ValueError(f"'weights' is no list of {len(completions)} numbers, as completions are")
+    for number, (completion, weight) in enumerate(zip(completions, weights, strict=True), start=1):
+        known = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not known or not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight {number} is {weight!r}: give a finite number, 0 or more")
+        yield (
+            [*prompt, *_as_messages(completion, "assistant", f"completion {number}")],
+            float(weight),
+        )
+
+
+def _as_messages(given: Any, role: str, name: str) -> list[Message]:
+    """Returns the messages of a prompt or a completion, which may be a text alone."""
+    messages = [{"role": role, "content": given}] if isinstance(given, str) else given
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{name} is no text and no list of messages")
+    try:
+        _check_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return messages
+
+
+def _check_messages(messages: list[Any]) -> None:
+    """Refuses messages without a text as their role and as their content."""
     for number, message in enumerate(messages, start=1):
         for key in ("role", "content"):
             text = message.get(key) if isinstance(message, dict) else None
@@ -109,7 +162,6 @@ def _messages(line: bytes) -> list[Message]:
             # JSON may escape one half of a pair that makes a character.
             if any("\ud800" <= character <= "\udfff" for character in text):
                 raise ValueError(f"message {number} has a lone surrogate, half a character")
-    return messages
 
 
 def _split(messages: Sequence[Message]) -> Iterator[list[Message]]:

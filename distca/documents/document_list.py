@@ -66,6 +66,14 @@ class TokenSource(Protocol):
         """Reads the weights with which those tokens are predicted; None: all are 1."""
         ...
 
+    def target_counts(self, document: int, start: int, end: int) -> Int64s:
+        """Returns how often each of those tokens is a target: more than once where conversations
+        share it."""
+        weights = self.loss_weights(document, start, end)
+        return (
+            np.ones(end - start, dtype=np.int64) if weights is None else (weights != 0).astype(int)
+        )
+
     def place(self, document: int) -> str:
         """Returns where a document comes from, for messages."""
         ...

@@ -57,8 +57,8 @@ class MicroBatch:
         packed_seq_params: description of the documents; None with a dense mask.
         attention_mask: bool `[1, masks, tokens, tokens]`, True where a query must not look; or
             None.
-        weights_count: whether a label counts as often as its weight says: that many conversations
-            share it.
+        targets: targets in the loss, where conversations share tokens; None: labels whose weight is
+            not 0.
         million_pairs: visible pairs of this rank's documents in the mean layer, in millions; 0
             where they are counted for a whole global batch.
     """
@@ -70,7 +70,7 @@ class MicroBatch:
     packed_seq_params: DocumentParams | None = None
     attention_mask: torch.Tensor | None = None
     million_pairs: float = 0.0
-    weights_count: bool = False
+    targets: int | None = None
 
     def to(self, device: torch.device, fused_rotary: bool = False) -> MicroBatch:
         """Returns the micro-batch on another device.
@@ -219,8 +219,10 @@ def sum_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sums the loss over the micro-batch's targets; see `forward_step`."""
     loss = torch.sum(losses.view(-1).float() * batch.loss_mask.view(-1))
-    mask = batch.loss_mask
-    targets = mask.sum() if batch.weights_count else torch.count_nonzero(mask).float()
+    if batch.targets is None:
+        targets = torch.count_nonzero(batch.loss_mask).float()
+    else:
+        targets = torch.full((), float(batch.targets), device=batch.loss_mask.device)
     # Where no target of a global batch counts, the loss that loops log is 0 rather than 0/0.
     report = {"lm loss": torch.stack([loss.detach().clone(), targets.clamp(min=_ALMOST_NONE)])}
     return loss, targets.to(torch.int), report

@@ -149,7 +149,8 @@ class PlannedReader:
             in_stream.append(documents.stream_positions(document_of, place))
             in_document.append(nano.first_positions[document_of] + place)
         order = nano_order([len(rows) for rows in in_stream], self.sequence_shards)
-        tokens, labels, loss_mask = read_positions(self.stream, np.concatenate(in_stream))
+        own = np.concatenate(in_stream)
+        tokens, labels, loss_mask = read_positions(self.stream, own)
         params = document_params(np.concatenate(lengths), as_one_sequence=True)
         if len(of_pool.plans) == 2:
             params = replace(params, nano_batches=self._nano_batches(of_pool, lengths, chain_parts))
@@ -161,7 +162,7 @@ class PlannedReader:
             loss_mask[:, order],
             torch.from_numpy(np.concatenate(in_document))[None, order],
             packed_seq_params=params,
-            weights_count=self.stream.shares_tokens,
+            targets=self.stream.targets(own) if self.stream.shares_tokens else None,
         )
 
     def chain_parts(

@@ -8,8 +8,8 @@ Where conversations part, each predicts another token from the last one that the
 one label alone, so each child begins with a copy of that last token, and the node above ends before
 it. The token before the copies predicts it once for all.
 
-A token that several conversations share and train counts once for each: its weight is their number.
-The loss is then that of the conversations one by one.
+A token that several conversations share and train counts once for each: their weights add up. The
+loss is then that of the conversations one by one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ class _FlatTree:
     Attributes:
         first: number of the tree's first conversation.
         tokens: tokens of the document, int32 `[tokens]`.
-        weights: conversations that train each token, as the token before it in the document
-            predicts it, int32 `[tokens]`.
+        weights: weight of each token, as the token before it in the document predicts it, float64
+            `[tokens]`.
+        counts: conversations that train it, likewise, int32 `[tokens]`.
         own_lengths: tokens of each node, int64 `[nodes]`.
         parents: parent of each node, or -1, int64 `[nodes]`.
     """
 
     first: int
     tokens: np.ndarray
-    weights: np.ndarray
+    weights: Floats
+    counts: np.ndarray
     own_lengths: Int64s
     parents: Int64s
 
@@ -91,7 +93,10 @@ class SharedConversations(TokenSource):
         return self._trees[document].tokens[start:end].astype(np.int64)
 
     def loss_weights(self, document: int, start: int, end: int) -> Floats:
-        return self._trees[document].weights[start:end].astype(np.float64)
+        return self._trees[document].weights[start:end]
+
+    def target_counts(self, document: int, start: int, end: int) -> Int64s:
+        return self._trees[document].counts[start:end].astype(np.int64)
 
     def tree(self, document: int) -> tuple[Int64s, Int64s]:
         """See `TokenSource.tree`."""
@@ -142,7 +147,8 @@ def _flatten(tree: Tree, numbers: Sequence[int]) -> list[_FlatTree]:
         One document; several if the tree's first node has one token alone, which each child has a
         copy of.
     """
-    weights = _weights(tree)
+    weights = _sums(tree, [each.double().numpy() for each in tree.last_weights])
+    counts = _sums(tree, [(each != 0).numpy() for each in tree.last_weights])
     has_children = {parent for parent in tree.parents if parent >= 0}
     tokens = [each.numpy() for each in tree.nodes]
     children: dict[int, list[int]] = {}
@@ -154,6 +160,7 @@ def _flatten(tree: Tree, numbers: Sequence[int]) -> list[_FlatTree]:
     for root in children[0] if alone else [0]:
         own: list[np.ndarray] = []
         own_weights: list[Floats] = []
+        own_counts: list[Floats] = []
         parents: list[int] = []
         # In the order of the document: a node, then all below its first child, and so on.
         left = [(root, -1)]
@@ -162,20 +169,21 @@ def _flatten(tree: Tree, numbers: Sequence[int]) -> list[_FlatTree]:
             before = tree.parents[node]
             # The first child follows the node above, which predicts what all children copy.
             is_first = before >= 0 and node == children[before][0] and not (alone and before == 0)
-            head = weights[before][-1:] * is_first if before >= 0 else weights[0][:0]
             mine = np.concatenate([heads[node], tokens[node]])
-            of_mine = np.concatenate([head, weights[node]])
             keep = len(mine) - (node in has_children)
             number = len(own)
             own.append(mine[:keep])
-            own_weights.append(of_mine[:keep])
+            for of_nodes, own_column in ((weights, own_weights), (counts, own_counts)):
+                head = of_nodes[before][-1:] * is_first if before >= 0 else of_nodes[0][:0]
+                own_column.append(np.concatenate([head, of_nodes[node]])[:keep])
             parents.append(parent)
             left += [(child, number) for child in children.get(node, ())[::-1]]
         found.append(
             _FlatTree(
                 numbers[min(tree.rollouts)],
                 np.concatenate(own).astype(np.int32),
-                np.concatenate(own_weights).astype(np.int32),
+                np.concatenate(own_weights),
+                np.concatenate(own_counts).astype(np.int32),
                 np.array([len(each) for each in own], dtype=np.int64),
                 np.array(parents, dtype=np.int64),
             )
@@ -183,11 +191,15 @@ def _flatten(tree: Tree, numbers: Sequence[int]) -> list[_FlatTree]:
     return found
 
 
-def _weights(tree: Tree) -> list[Floats]:
-    """Adds up the weights of each node's tokens over the conversations, `[tokens]` of each node."""
+def _sums(tree: Tree, of_last: Sequence[np.ndarray]) -> list[Floats]:
+    """Adds up a quantity of each node's tokens over the conversations, `[tokens]` of each node.
+
+    Args:
+        tree: tree of the conversations.
+        of_last: quantity of the last tokens of each conversation, as `Tree.last_weights` has them.
+    """
     found = [np.zeros(len(each)) for each in tree.nodes]
-    for end, last in zip(tree.ends, tree.last_weights, strict=True):
-        rest = last.numpy()
+    for end, rest in zip(tree.ends, of_last, strict=True):
         for node in reversed(tree.path(end)):
             if not len(rest):
                 break

@@ -399,6 +399,26 @@ class TokenStream:
             position, entry = until, entry + 1
         return tokens, labels, loss_mask
 
+    def targets(self, positions: Int64s) -> int:
+        """Counts the targets of tokens: those that conversations share count once for each.
+
+        Args:
+            positions: positions in the stream, int64 `[tokens]`.
+        """
+        if self.passes:
+            positions = self.offsets[0] + (positions - self.offsets[0]) % self.tokens
+        entry = np.searchsorted(self.offsets, positions, side="right") - 1
+        found = 0
+        for number in np.unique(entry).tolist():
+            corpus, document = self.corpora[int(self.corpus[number])], int(self.document[number])
+            origin = int(self.offsets[number]) - int(self.first[number])
+            length = int(corpus.lengths[document])
+            # The token behind each; none behind the last.
+            behind = positions[entry == number] - origin + 1
+            counts = corpus.target_counts(document, 0, length)
+            found += int(counts[behind[behind < length]].sum())
+        return found
+
     def _within(self, start: int, stop: int) -> tuple[int, int]:
         """Returns positions in the first pass, and checks that they are there."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])

@@ -24,7 +24,7 @@ import pytest
 from distca.commands.main import main as distca_main
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.volume import AttentionShape
-from distca.documents.conversations import _messages
+from distca.documents.conversations import _conversations
 from distca.plan import Mask
 from distca.schedule import (
     ScheduleConfig,
@@ -146,7 +146,8 @@ BLOCKS = {
     "import torch\n    from distca.inference.llm import": "test_llm.py runs it",
     "from distca.library import": "support/library_loops.py makes these calls",
     "pretrain = with_distca(pretrain, documents": "test_megatron_lm.py",
-    '{"messages": [': "test_the_line_of_a_conversation",
+    '{"messages": [': "test_the_lines_of_conversations",
+    '{"prompt": "How far': "test_the_lines_of_conversations",
     "tiles, DP4: events on": "test_recording.py",
     "dispatch 0  receive 0": "test_stepped_call.py has the order of steps",
     "models/llama: the weights are not": "test_weights.py",
@@ -191,10 +192,14 @@ def test_flags_in_examples_are_known(command: Command) -> None:
     check_flags(command)
 
 
-def test_the_line_of_a_conversation() -> None:
-    blocks = [block for page in PAGES for block in read_page(page).blocks]
-    (line,) = [block for block in blocks if block.strip().startswith('{"messages"')]
-    assert [each["role"] for each in _messages(line.encode())] == ["user", "assistant"]
+def test_the_lines_of_conversations() -> None:
+    blocks = [block.strip() for page in PAGES for block in read_page(page).blocks]
+    for begins, weights in (('{"messages"', [1]), ('{"prompt"', [1, 0.5])):
+        (line,) = [block for block in blocks if block.startswith(begins)]
+        read = list(_conversations(line.encode()))
+        assert [weight for _, weight in read] == weights
+        for messages, _ in read:
+            assert [each["role"] for each in messages] == ["user", "assistant"]
 
 
 def test_flags_in_blocks() -> None:

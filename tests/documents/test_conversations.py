@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,45 @@ def test_a_system_message_begins_a_conversation(folder, tmp_path) -> None:
     assert found.place(2) == f"{path}, line 3: a conversation"
 
 
+def test_completions_are_conversations_with_their_prompt(folder, tmp_path) -> None:
+    path = tmp_path / "answers.jsonl"
+    lines = [
+        {"prompt": "How far?", "completions": ["Very.", "Not at all."], "weights": [0.5, 2]},
+        {"prompt": TALK[:2], "completions": [[TALK[2]]]},
+    ]
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    tokenizer = ChatTokenizer(folder, "nemotron-h-aligned", ends=True)
+    found = read_conversations(str(path), tokenizer)
+    assert found.lines.tolist() == [1, 1, 2]
+    asked = message("user", "How far?")
+    for number, (messages, weight) in enumerate(
+        [
+            ([asked, message("assistant", "Very.")], 0.5),
+            ([asked, message("assistant", "Not at all.")], 2.0),
+            (TALK[:3], 1.0),
+        ]
+    ):
+        tokens, counts = tokenizer.tokenize(messages)
+        assert found.read(number, 0, len(tokens)).tolist() == tokens
+        weights = [weight * counted for counted in counts]
+        assert found.loss_weights(number, 0, len(tokens)).tolist() == weights
+        targets = [int(counted) for counted in counts]
+        assert found.target_counts(number, 0, len(tokens)).tolist() == targets
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ('{"messages": [', r"no JSON \(Expecting value"),
         ("[1]", "no JSON object with a list of 'messages'"),
+        ('{"prompt": "a"}', "or 'prompt' and 'completions'"),
+        ('{"completions": ["a"]}', "'prompt' is no text and no list of messages"),
+        ('{"prompt": "a", "completions": []}', "'completions' is no list of texts"),
+        ('{"prompt": "a", "completions": [1]}', "completion 1 is no text"),
+        ('{"prompt": [{}], "completions": ["b"]}', "'prompt': message 1 has no text as its 'role'"),
+        ('{"prompt": "a", "completions": ["b"], "weights": []}', "no list of 1 numbers"),
+        ('{"prompt": "a", "completions": ["b"], "weights": [-1]}', "weight 1 is -1: give a finite"),
+        ('{"prompt": "a", "completions": ["b"], "messages": []}', "'messages' beside"),
         ('{"messages": []}', "no JSON object with a list of 'messages'"),
         ('{"messages": ["hi"]}', "message 1 has no text as its 'role'"),
         ('{"messages": [{"role": "user"}]}', "message 1 has no text as its 'content'"),

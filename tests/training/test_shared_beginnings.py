@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.chats import message, save_tokenizer, write_lines
+from support.chats import message, save_tokenizer
 from support.whole_runs import whole_run
 
 FLAGS = """
@@ -42,27 +44,27 @@ PROMPTS = (150, 200)
 """Characters of the prompts' texts: other tokens come with a message's role."""
 
 
-def conversations() -> list[list[dict[str, str]]]:
+def conversations() -> list[dict[str, Any]]:
     """Answers to two prompts, some of which go on, and a conversation that shares nothing."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for number, length in enumerate(PROMPTS):
         asked = [message("system", "s" * length), message("user", f"question {number} " * 8)]
-        first = message("assistant", "so " * 40)
-        again = [message("user", "why? " * 10)]
-        for answer in ("yes " * 20, "no " * 25):
-            lines.append([*asked, message("assistant", answer)])
+        answers = {"completions": ["yes " * 20, "no " * 25], "weights": [0.5, 2]}
+        lines.append({"prompt": asked, **answers})
+        first = [*asked, message("assistant", "so " * 40), message("user", "why? " * 10)]
         for answer in ("since " * 20, "never " * 3) if number == 0 else ():
-            lines.append([*asked, first, *again, message("assistant", answer)])
-    lines.append([message("user", "alone " * 40), message("assistant", "quite " * 20)])
-    return lines
+            lines.append({"messages": [*first, message("assistant", answer)]})
+    alone = [message("user", "alone " * 40), message("assistant", "quite " * 20)]
+    return [*lines, {"messages": alone}]
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
     folder: Path = tmp_path_factory.mktemp("shared")
     tokenizer = save_tokenizer(folder / "tokenizer")
-    lines = write_lines(folder / "train.jsonl", conversations())
-    return [*FLAGS, "--tokenizer-model", tokenizer, "--data-path", lines]
+    file = folder / "train.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in conversations()))
+    return [*FLAGS, "--tokenizer-model", tokenizer, "--data-path", str(file)]
 
 
 @pytest.mark.parametrize("name", RUNS)
