@@ -206,7 +206,7 @@ def test_flags_in_blocks() -> None:
     blocks = [block for page in PAGES for block in read_page(page).blocks]
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     flags = [line.split() for line in lines if re.fullmatch(r"(--[\w-]+( [^-\s]\S*)? ?)+", line)]
-    assert len(flags) == 9
+    assert len(flags) == 10
     for line in flags:
         parse_training_flags(line)
 
