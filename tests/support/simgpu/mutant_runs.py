@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ class Job:
 
     Attributes:
         ranks: ranks, each with a GPU.
-        seconds: time after which it hangs, beside what starts.
+        seconds: time after which a change hangs, beside what starts. On a busy machine more, by
+            what the code as it is takes.
         run: runs it as one of the ranks: takes its number and the folder that ranks share.
     """
 
@@ -95,6 +97,8 @@ def _trained(flags: str) -> Callable[[int, Path], Found]:
 
 
 _SECONDS = 60
+_PATIENCE = 5
+"""How many times as long as that the code as it is may take, and a change as long as it."""
 _LAYERS = "--num-layers 4 --pipeline-model-parallel-size 2"
 JOBS = {
     "rows": Job(1, 20, _rows),
@@ -135,8 +139,8 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(source, module.__file__, "exec"), module.__dict__)
 
 
-def run(change: Change) -> list[Found] | str:
-    """What the ranks of a job found, or why one failed."""
+def run(change: Change, seconds: float) -> list[Found] | str:
+    """What the ranks of a job found in that time, or why one failed."""
     name, sources = change
     job = JOBS[name]
 
@@ -144,7 +148,7 @@ def run(change: Change) -> list[Found] | str:
         sys.meta_path.insert(0, _Replaced(sources))
         return job.run(rank, folder)
 
-    return run_ranks(job.ranks, job.seconds, rank_of_job)
+    return run_ranks(job.ranks, seconds, rank_of_job)
 
 
 def seen_by(found: Sequence[Found] | str, expected: Sequence[Found]) -> str:
@@ -173,15 +177,18 @@ def main(changes: Sequence[Change]) -> None:
     """Runs the job of each change."""
     _import_what_takes_long()
     expected: dict[str, list[Found]] = {}
+    limits: dict[str, float] = {}
     for change in changes:
         name, _ = change
         if name not in expected:
-            ran = run((name, {}))
+            begun, seconds = time.monotonic(), JOBS[name].seconds
+            ran = run((name, {}), _PATIENCE * seconds)
+            limits[name] = max(seconds, _PATIENCE * (time.monotonic() - begun))
             told = seen_by(ran, [] if isinstance(ran, str) else ran)
             assert not told, f"the code as it is: {told}"
             assert not isinstance(ran, str)
             expected[name] = ran
-        sys.stdout.write(json.dumps(seen_by(run(change), expected[name])) + "\n")
+        sys.stdout.write(json.dumps(seen_by(run(change, limits[name]), expected[name])) + "\n")
         sys.stdout.flush()
 
 
