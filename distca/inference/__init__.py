@@ -11,31 +11,32 @@ A request meets seven files, in this order:
   which blocks they get. Here a request waits, is admitted, gets a chunk, is preempted if there are
   no blocks, and is aborted;
 * `worker.py`: a process's iterations, in the order of their numbers;
-* `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy. The rank that
-  owns a block computes its tokens, and attention is where the plans say;
+* `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy (`steps.py`
+  there has the strategies, `block_owners.py` says which rank owns a block). The rank that owns a
+  block computes its tokens, and the plans say which rank computes attention;
 * `model_runner.py`: a rank's blocks, and the layers of the model over its tokens. A rank without
   tokens takes part in attention alone;
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
-  plans. A `LayerWatch` hears of each layer, as prefill ranks do to send its rows. From here on it
-  is the runtime's: `distca/runtime/serving`.
+  plans. A `LayerWatch` is called after each layer: prefill ranks send its keys and values then.
+  From here on it is the runtime's: `distca/runtime/serving`.
 
-What stands for a request on this way: `AddRequest` is what is asked for, and never changes, so all
-processes can be given the same; `Request` (`distca/schedule/serving/request.py`) is how far it is,
-which the scheduler alone changes, and knows nothing of sampling. Workers are given both when it
-begins to run, and keep which rank has each of its blocks as arrays, which plans are made of.
-`Completion` (`outputs.py`) is its answer.
+Three classes describe a request. `AddRequest` (`messages.py`) is what is asked for, and never
+changes, so all processes can be given the same. `Request` (`distca/schedule/serving/request.py`) is
+how far it is: the scheduler alone changes it, and it knows nothing of sampling. Workers are given
+both when it begins to run. They keep arrays that say which rank has each of its blocks; plans are
+made from these. `Completion` (`outputs.py`) is its answer. `LLM.abort` ends one early.
 
 The rank that owns the last token of a sequence chooses the next (`worker.py`, `sampling.py`), and
 `LLM` gathers what all ranks have chosen before its engine ends the iteration. `LLM` has an engine
 in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no plan: each worker
-makes it from what is fed, since nothing has to be sent then. With a small model and short prompts,
-plans take 1% of the CPU time, and scheduling 2% (benchmarks/results/serving/short_prompts.md). An
-iteration is scheduled when the one before has ended: its tokens are known then, and there is little
-to hide.
+makes it from what is fed, so no plan is sent between processes. With a small model and short
+prompts, plans take 1% of the CPU time, and scheduling 2%
+(benchmarks/results/serving/short_prompts.md). An iteration is scheduled when the one before has
+ended, since its tokens are known then. Scheduling it earlier would save little time.
 
 If a rank dies, the exchanges of the others fail, after `step_timeout` at the latest, and torchrun
-ends them all. What an abort or a death means for keys and values on their way to another engine is
-in `distca/schedule/serving/handoff/protocol.py`.
+ends them all. The hand-off of keys and values to another engine is a state machine
+(`distca/schedule/serving/handoff/protocol.py`), which says what an abort or a death means there.
 
 Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the plans
 (`LLM.bytes_planned`). Tests hold the two together.

@@ -12,6 +12,7 @@ an iteration brought: tokens, log-probabilities and counts.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -163,6 +164,7 @@ class LLM:
         self._engine = Engine(config, blocks)
         # Answers that this process ends with the iteration under way, or the next.
         self._aborts: set[int] = set()
+        self._lock = threading.Lock()
         self.bytes_planned = 0
 
     @property
@@ -210,6 +212,8 @@ class LLM:
                 a number is out of range; nothing has run.
             NotFiniteError: no token can be chosen for an answer, on any rank.
         """
+        # Before processes wait for each other: from here on a thread may abort.
+        self._take_aborts()
         given = self._checked(prompts, sampling, n, penalties, logprobs)
         if sampling.stops is None:
             sampling = replace(sampling, stops=self._config.model.stops)
@@ -243,15 +247,28 @@ class LLM:
         ]
 
     def abort(self, number: int) -> None:
-        """Ends an answer early, as it is then: `on_token` may call this, or another thread.
+        """Ends an answer early, as it is then: `on_token` may call this, or another thread once
+        `generate` has begun.
 
         One process is enough, since processes tell each other with the next iteration. All of them
         end the answer there, and `on_token` hears no more of it. What has ended stays as it is.
 
         Args:
             number: number of the answer, as `on_token` is told.
+
+        Raises:
+            ValueError: it is no whole number.
         """
-        self._aborts.add(number)
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"{number!r} is no number of an answer: give what on_token is told")
+        with self._lock:
+            self._aborts.add(number)
+
+    def _take_aborts(self) -> set[int]:
+        """Returns what this process wants to abort, once."""
+        with self._lock:
+            taken, self._aborts = self._aborts, set()
+        return taken
 
     def answer(
         self, requests: Sequence[AddRequest], on_token: OnToken = lambda number, token: None
@@ -265,7 +282,6 @@ class LLM:
         Returns:
             Answers by the requests' numbers.
         """
-        self._aborts = set()
         try:
             return self._answer(requests, on_token)
         except BaseException:
@@ -275,6 +291,9 @@ class LLM:
             if self._engine.busy:
                 self._engine.finish({})
             raise
+        finally:
+            # Those of answers that have ended.
+            self._take_aborts()
 
     def _checked(
         self,
@@ -407,7 +426,7 @@ class LLM:
         """Runs this process's part; returns what all processes with a part have done, and aborts
         what any of them wants to."""
         done = self._worker.execute(begun)
-        wanted, self._aborts = self._aborts, set()
+        wanted = self._take_aborts()
         said = [(done, wanted)]
         if self._several:
             said *= dist.get_world_size()

@@ -126,6 +126,8 @@ def check_documents(config: DistcaConfig, args: Namespace, splits: Sequence[Spli
         ValueError: the flags name none, or some that cannot be used.
     """
     blends = check_blends(config.documents, args, splits)
+    if config.documents.whole:
+        check_packs(config, args, 0)
     if "valid" in blends:
         sets_of(args, blends["valid"])
     check_sources(

@@ -6,20 +6,32 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from distca.commands.described import add_cluster_flags, cluster_of
 from distca.commands.main import main
-from distca.commands.verify import command, dying_peer, environment, kernels, ranks, training
+from distca.commands.verify import (
+    command,
+    dying_peer,
+    environment,
+    kernels,
+    memory,
+    predictions,
+    ranks,
+    training,
+)
 from distca.commands.verify.stage import Context, Fault, Line
+from distca.cost.model_sizes import ModelSize
 from distca.simulate import CLUSTERS, Cluster
 from distca.transport import collective
 from support.ranks import Ranks
@@ -162,7 +174,23 @@ def test_a_run_that_fails(monkeypatch, tmp_path: Path) -> None:
     )
     with pytest.raises(Fault, match="a run of plain Megatron failed: error: no such flag") as found:
         training.check_training(_training(tmp_path))
-    assert "run it by itself: " in found.value.cure
+    assert "it was " in found.value.cure
+    assert "--data-path" in found.value.cure
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8, 16])
+def test_sizes_for_any_number_of_ranks(count: int) -> None:
+    """What the stages of training and memory ask of Megatron, the simulator and the engine."""
+    window = training.window_of(count)
+    assert window >= 384
+    assert window // count % 128 == 0
+    cluster = replace(CLUSTERS["dgx-h200"], gpus_per_node=max(count, 8))
+    job = training.Job(ModelSize(2, 64, 4, 2, 16, 96, 128), window)
+    sequences = [np.array(training._lengths(job))] * 2
+    assert sequences[0].sum() == window
+    assert predictions.training_seconds(job.model, cluster, sequences, count) > 0
+    for block in (16, 256):
+        assert memory.positions_for(count, block) >= 3 * block * count + 6
 
 
 def test_under_torchrun() -> None:

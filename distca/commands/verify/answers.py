@@ -23,7 +23,9 @@ FAMILIES: dict[str, PrefillStrategy] = {
     "qwen3_moe": "pass-kv",
 }
 """Families: groups of heads, windows, experts; and what travels between ranks in prefills."""
-_PROMPTS = [[(7 * n + n * n) % VOCABULARY for n in range(length)] for length in (90, 300, 33)]
+_LENGTHS = (90, 300, 33)
+_LONGEST = 4000
+"""Tokens for which the models have positions."""
 _TOKENS = 8
 
 
@@ -31,6 +33,10 @@ def check_answers(context: Context) -> Found:
     """Holds answers of each family against one process's, eager and with CUDA graphs."""
     if importlib.util.find_spec("transformers") is None:
         raise NotRun(f"transformers is not installed: {install('inference')}")
+    block = default_block_size()
+    # Of the last prompt all ranks have tokens.
+    lengths = [*_LENGTHS, min(block * context.size + 50, _LONGEST)]
+    prompts = [[(7 * n + n * n) % VOCABULARY for n in range(length)] for length in lengths]
     ways = [("eager", True), ("CUDA graphs", False)] if context.on_gpu else [("eager", True)]
     for (family, strategy), (way, eager) in itertools.product(FAMILIES.items(), ways):
         folder = str(save_small_model(family, context.folder))
@@ -39,13 +45,13 @@ def check_answers(context: Context) -> Found:
             model,
             context.size,
             strategy=strategy,
-            block_size=default_block_size(),
+            block_size=block,
             cache_bytes=1 << 24,
             max_num_batched_tokens=256,
             enforce_eager=eager,
             keeps_logits=True,
         )
-        done = LLM(config).generate(_PROMPTS, SamplingParams(_TOKENS))
+        done = LLM(config).generate(prompts, SamplingParams(_TOKENS))
         if context.rank == 0:
             found = compare(model, done, greedy=True)
             if not found.holds:

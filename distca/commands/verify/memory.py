@@ -19,6 +19,9 @@ from distca.wording import install
 
 _GREEDY = SamplingParams(6)
 _POSITIONS = 4096
+"""Fewest positions of the model."""
+_BLOCKS_OF_A_RANK = 3
+"""Blocks that each rank has of a prompt that crowds others out."""
 _SHORT = [n % VOCABULARY for n in range(3, 9)]
 
 
@@ -26,7 +29,8 @@ def check_memory(context: Context) -> Found:
     """Fills pools: answers stay the same, and a GPU's memory is enough for all graphs."""
     if importlib.util.find_spec("transformers") is None:
         raise NotRun(f"transformers is not installed: {install('inference')}")
-    folder = save_small_model("llama", context.folder, max_position_embeddings=_POSITIONS)
+    positions = positions_for(context.size, default_block_size())
+    folder = save_small_model("llama", context.folder, max_position_embeddings=positions)
     model = read_model(str(folder), context.dtype)
     blocks = _crowd(context, model)
     if not context.on_gpu:
@@ -34,15 +38,20 @@ def check_memory(context: Context) -> Found:
             f"a full pool of {blocks} blocks answers as a large one; no GPU has graphs", {}
         )
     torch.cuda.reset_peak_memory_stats(context.device)
-    pool = _whole_gpu(context, model)
+    pool = _whole_gpu(context, model, positions)
     peak = context.largest(torch.cuda.max_memory_allocated(context.device)) / 1e9
     total = torch.cuda.mem_get_info(context.device)[1] / 1e9
     return Found(
         f"a full pool of {blocks} blocks answers as a large one; a pool of {pool / 1e9:.1f} GB "
-        f"beside {len(SIZES)} graphs and a prompt of {_POSITIONS - 8:,} tokens: {peak:.1f} of "
+        f"beside {len(SIZES)} graphs and a prompt of {positions - 8:,} tokens: {peak:.1f} of "
         f"{total:.1f} GB were used at most",
         {"pool_gb": pool / 1e9, "peak_gb": peak},
     )
+
+
+def positions_for(ranks: int, block: int) -> int:
+    """Returns the positions of a model whose prompts have several blocks on each rank."""
+    return max(_POSITIONS, (_BLOCKS_OF_A_RANK + 1) * block * ranks)
 
 
 def _config(context: Context, model: ServedModel, cache_bytes: int | None) -> EngineConfig:
@@ -59,7 +68,7 @@ def _config(context: Context, model: ServedModel, cache_bytes: int | None) -> En
 def _crowd(context: Context, model: ServedModel) -> int:
     """Answers more prompts than a pool has room for; returns its blocks."""
     block = default_block_size()
-    length = 3 * block * context.size
+    length = _BLOCKS_OF_A_RANK * block * context.size
     prompts = [[(n * (7 + each)) % VOCABULARY for n in range(length)] for each in range(3)]
     one = bytes_of_block(model, block)
     tokens = {}
@@ -73,14 +82,14 @@ def _crowd(context: Context, model: ServedModel) -> int:
     return 5
 
 
-def _whole_gpu(context: Context, model: ServedModel) -> int:
+def _whole_gpu(context: Context, model: ServedModel, positions: int) -> int:
     """Lets a pool take what the GPU has left, and runs the longest prompt and every graph.
 
     Returns:
         Bytes of the pool.
     """
     llm = LLM(_config(context, model, None))
-    llm.generate([[n % VOCABULARY for n in range(_POSITIONS - 8)]], SamplingParams(2))
+    llm.generate([[n % VOCABULARY for n in range(positions - 8)]], SamplingParams(2))
     for size in SIZES:
         llm.generate([_SHORT] * size, SamplingParams(2))
     return llm.engine.cache.available(0) * bytes_of_block(model, default_block_size())

@@ -70,9 +70,9 @@ def training_seconds(
         model: sizes of the model.
         cluster: machine.
         sequences: lengths of the documents of each sequence, all of as many tokens.
-        ranks: data-parallel ranks, which divide the sequences.
+        ranks: data-parallel ranks. All share each sequence, which is a micro-batch.
     """
     context = int(sequences[0].sum())
     workload = Workload(model, cluster, ranks, context, len(sequences))
-    candidate = Candidate("tiles", 1, 1, ranks, 1, len(sequences) // ranks)
+    candidate = Candidate("tiles", 1, 1, ranks, 1, len(sequences))
     return simulate(candidate, workload, sequences).seconds

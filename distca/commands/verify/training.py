@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from distca.commands.verify.predictions import measured_cluster, training_second
 from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
 from distca.cost.model_sizes import ModelSize
 from distca.documents.index import IndexedWriter
+from distca.plan import BLOCK
 from distca.wording import install
 
 STEPS = 5
@@ -94,7 +96,8 @@ def check_training(context: Context) -> Found:
 def _compare(context: Context) -> Found:
     """Holds losses of all ranks against those of one process, and measures a larger job."""
     # Smaller weights would see nearly the mean of all tokens, with hardly a gradient of keys.
-    job, ranks = Job(_SMALL, 512, init_std=0.1), context.local_size
+    ranks = context.local_size
+    job = Job(_SMALL, window_of(ranks), init_std=0.1)
     _write_documents(context, job)
     # A dense mask keeps documents apart there.
     plain = _train(context, job, 1, ["--attention-backend", "unfused"])
@@ -134,6 +137,11 @@ def _compare(context: Context) -> Found:
         figures["predicted_tokens_per_s"] = predicted
         text += f" (simulated: {predicted:,.0f})"
     return Found(text, figures)
+
+
+def window_of(ranks: int) -> int:
+    """Returns the tokens of a small window, of which each rank has whole blocks of attention."""
+    return max(4 // ranks, 1) * BLOCK * ranks
 
 
 def _lengths(job: Job) -> list[int]:
@@ -200,7 +208,7 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
     if process.returncode or len(losses) != STEPS:
         last = printed.strip().splitlines()[-1] if printed.strip() else "it printed nothing"
         name = "with --distca" if "--distca" in flags else "of plain Megatron"
-        raise Fault(f"a run {name} failed: {last}", f"run it by itself: {' '.join(command)}")
+        raise Fault(f"a run {name} failed: {last}", f"{REPORT}; it was {shlex.join(command)}")
     seconds = [float(each) for each in _STEP_SECONDS.findall(printed)]
     norms = [float(each) for each in _GRAD_NORM.findall(printed)]
     return Ran(losses, norms, statistics.median(seconds[2:]))

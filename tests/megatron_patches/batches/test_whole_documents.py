@@ -159,7 +159,7 @@ def test_windows_that_would_cut_packs_are_refused(
 
 
 def test_one_s_own_documents_stand_for_all_splits() -> None:
-    args, config = arguments(), whole(max_length=512)
+    args, config = arguments(data_parallel_size=4), whole(max_length=512)
     assert check_blends(config.documents, args, SPLITS).keys() == {"train", "valid"}
     check_documents(config, args, SPLITS)
     source = open_source(config, args, name_of(documents), "train")
@@ -167,7 +167,9 @@ def test_one_s_own_documents_stand_for_all_splits() -> None:
     with pytest.raises(ValueError, match=r"documents:documents has .* tokens, but at most 256"):
         check_documents(whole(), arguments(), SPLITS)
     with pytest.raises(ValueError, match=r"holds the token .* vocabulary has 99 tokens"):
-        check_documents(config, arguments(vocab_size=99), SPLITS)
+        check_documents(config, arguments(data_parallel_size=4, vocab_size=99), SPLITS)
+    with pytest.raises(ValueError, match="would cut: give --distca-max-document-length"):
+        check_documents(config, arguments(), SPLITS)
 
 
 @pytest.mark.parametrize(
