@@ -340,7 +340,7 @@ def test_the_figures_of_one_plan(typed: Typed) -> None:
         )
     assert f"    {line}\n" in planning
     assert f"{figures['tiles'][0]} -> {figures['tiles'][1]}" in helps
-    assert f"has {float(figures['packed'][1]):.1f} times its share" in helps
+    assert f"has {float(figures['packed'][1]):.1f} times an equal share" in helps
 
 
 def block_of(page: str, begin: str) -> str:
