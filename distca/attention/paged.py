@@ -128,7 +128,7 @@ class TableKernel(Protocol):
     """A kernel whose call for decoded tokens can be captured: the host has no part in it."""
 
     def reads_table(self, head_dim: int) -> bool:
-        """Tells whether it reads heads of so many elements by a table of blocks."""
+        """Returns whether it reads paged keys of heads of this size."""
         ...
 
     def forward_table(

@@ -31,7 +31,7 @@ _SHOWN = 2
 
 
 _FEW_DOCUMENTS = 20
-"""Documents of which shares such as 90,5,5 may leave a split none."""
+"""With fewer documents, shares such as 90,5,5 may leave a split empty."""
 _MOST_TRAINED_TOKENS = 1 << 24
 """Largest vocabulary to train: its tables are made before any text is read."""
 

@@ -3,8 +3,8 @@
 A line holds an object with `messages`, each with a role and a content. A system message begins a
 new conversation, so that a line may hold several, of which none sees another.
 
-Or it holds a `prompt` and several `completions` of it, with `weights` if they don't count alike:
-as many conversations, the prompt's messages and then a completion.
+Or it holds a `prompt`, several `completions`, and `weights` if they count differently. Each
+completion makes a conversation: the prompt's messages, and then its own.
 """
 
 from __future__ import annotations

@@ -254,13 +254,15 @@ class LLM:
         end the answer there, and `on_token` hears no more of it. What has ended stays as it is.
 
         Args:
-            number: number of the answer, as `on_token` is told.
+            number: number of the answer, with which `on_token` is called.
 
         Raises:
             ValueError: it is no whole number.
         """
         if not isinstance(number, int) or isinstance(number, bool):
-            raise ValueError(f"{number!r} is no number of an answer: give what on_token is told")
+            raise ValueError(
+                f"{number!r} is no number of an answer: give the one that on_token gets"
+            )
         with self._lock:
             self._aborts.add(number)
 

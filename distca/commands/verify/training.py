@@ -140,7 +140,7 @@ def _compare(context: Context) -> Found:
 
 
 def window_of(ranks: int) -> int:
-    """Returns the tokens of a small window, of which each rank has whole blocks of attention."""
+    """Returns the tokens of a small window that gives each rank whole blocks of attention."""
     return max(4 // ranks, 1) * BLOCK * ranks
 
 
