@@ -122,6 +122,7 @@ RANGES = {
     Range(-20, 19, whole=True): "async-ckpt-cpu-priority",
     Range(0, 7, whole=True): "async-ckpt-io-priority",
     Range(0, 2**62, whole=True): "distca-max-buffer-bytes",
+    Range(0, 4096, whole=True): "distca-sm-margin",
     Range(1, MOST_CTAS, whole=True): "distca-nccl-max-ctas",
     Range(0, _LARGEST): """
         lr min-lr decoupled-lr decoupled-min-lr lr-warmup-init weight-decay start-weight-decay

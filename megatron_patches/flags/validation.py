@@ -406,8 +406,6 @@ def _validate_gradient_fusion(config: DistcaConfig, args: Namespace) -> None:
 
 def _validate_sm_margin(config: DistcaConfig) -> None:
     """Checks that there are multiprocessors to leave free, and some more."""
-    if config.sm_margin < 0:
-        raise ValueError(f"--distca-sm-margin {config.sm_margin} must be at least 0")
     if not config.sm_margin:
         return
     if not torch.cuda.is_available():

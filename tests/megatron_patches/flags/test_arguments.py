@@ -104,7 +104,7 @@ def test_windows_on_some_layers() -> None:
         ("--distca --distca-chain 2 --distca-backward keep", "needs --distca-backward resend"),
         ("--distca --distca-chain 2 --distca-cuda-graphs", "not covered by --distca-cuda-graphs"),
         ("--distca --distca-sm-margin 8", "--distca-sm-margin needs GPUs, but torch sees none"),
-        ("--distca --distca-sm-margin -1", "--distca-sm-margin -1 must be at least 0"),
+        ("--distca --distca-sm-margin -1", "--distca-sm-margin -1 is out of range"),
         ("--distca --distca-pool-size 0", "--distca-pool-size 0 is out of range"),
         ("--distca --distca-pool-size 3", "must divide the"),
         ("--distca --distca-token-pairs 900", "is for server pools: add --distca-pool-size"),
