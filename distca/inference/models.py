@@ -116,7 +116,7 @@ class ServedModel:
         shape: heads of a layer that a rank has.
         windows: for each layer how many earlier tokens a query sees; None: all.
         dtype: dtype of weights and rows.
-        generation: generation config of transformers.
+        generation: generation config of transformers; None: another engine generates.
         tensor_parallel_size: ranks that share each layer.
         trust_remote_code: whether code of the model's folder may run.
         multimodal: configuration of the multimodal model of which this is the language part.
@@ -128,7 +128,7 @@ class ServedModel:
     shape: AttentionShape
     windows: tuple[int | None, ...]
     dtype: torch.dtype
-    generation: GenerationConfig
+    generation: GenerationConfig | None
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     multimodal: PreTrainedConfig | None = None
@@ -190,7 +190,7 @@ class ServedModel:
     @property
     def stops(self) -> frozenset[int]:
         """Tokens that end an answer, by the model's generation config."""
-        ends = self.generation.eos_token_id
+        ends = None if self.generation is None else self.generation.eos_token_id
         if ends is None:
             return frozenset()
         return frozenset([ends] if isinstance(ends, int) else ends)
