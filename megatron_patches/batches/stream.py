@@ -352,14 +352,11 @@ class TokenStream:
         return any(corpus.shares_tokens for corpus in self.corpora)
 
     def trees(self, start: int, stop: int) -> DocumentTrees:
-        """Returns the nodes of the documents at the stream positions `[start, stop)`, which lie
-        there whole."""
+        """Returns the nodes of the documents that lie whole at the positions `[start, stop)`."""
         start, stop = self._within(start, stop)
-        entries = slice(
-            int(np.searchsorted(self.offsets, start, side="right")) - 1,
-            int(np.searchsorted(self.offsets, stop, side="left")),
-        )
-        columns = self.corpus[entries].tolist(), self.document[entries].tolist()
+        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        last = int(np.searchsorted(self.offsets, stop, side="left"))
+        columns = self.corpus[first:last].tolist(), self.document[first:last].tolist()
         return DocumentTrees.of(
             [self.corpora[corpus].tree(document) for corpus, document in zip(*columns, strict=True)]
         )
@@ -400,11 +397,8 @@ class TokenStream:
         return tokens, labels, loss_mask
 
     def targets(self, positions: Int64s) -> int:
-        """Counts the targets of tokens: those that conversations share count once for each.
-
-        Args:
-            positions: positions in the stream, int64 `[tokens]`.
-        """
+        """Counts the targets of tokens by their positions, int64 `[tokens]`: those that
+        conversations share count once for each."""
         if self.passes:
             positions = self.offsets[0] + (positions - self.offsets[0]) % self.tokens
         entry = np.searchsorted(self.offsets, positions, side="right") - 1

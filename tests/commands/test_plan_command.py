@@ -294,10 +294,7 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ("--distribution fixed --heads 8 --kv-heads 0", "--kv-heads 0 must be at least 1"),
         ("--distribution fixed --model llama-8b --head-dim 0", "--head-dim 0 must be at least 1"),
         ("--distribution fixed --model llama-8b --v-head-dim -1", "--v-head-dim -1 must be"),
-        (
-            "--distribution fixed --model llama-8b --dtype-bytes 0",
-            "--dtype-bytes: invalid choice: 0 (choose from 1, 2, 4)",
-        ),
+        ("--distribution fixed --model llama-8b --dtype-bytes 0", "--dtype-bytes: invalid choice"),
         ("--distribution fixed --model Qwen/Qwen3-8B", "(is qwen3-8b meant?): choose from"),
         # The nearest size of that name, or the name that begins so.
         ("--distribution fixed --model llama-7b", "(is llama-8b meant?): choose from"),

@@ -41,7 +41,7 @@ from distca.schedule.training.server_pools import ServerPools
 from distca.schedule.training.shared_ticks import TickPlanner
 from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
 from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair
-from distca.schedule.training.trees import DocumentTrees
+from distca.schedule.training.trees import DocumentTrees, plan_trees
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
 _tick_schedule = lru_cache(maxsize=256)(tick_schedule)
@@ -280,7 +280,12 @@ class GlobalBatchPlanner:
         """
         options, lengths, count = self.options, documents.lengths, documents.micro_batches
         if documents.trees is not None:
-            return [self._plan_trees(documents, documents.trees, first)]
+            plans = plan_trees(documents.trees, self._tree_scheduler, self.masks, self.ranks)
+            for plan in plans if self.checks else ():
+                validate_plan(plan)
+            whole_batch, *others = ((NanoPlan(plan),) for plan in plans)
+            members = range(first, first + 1)
+            return [PlannedMicroBatch((documents.nodes(),), whole_batch, members, (*others,))]
         whole = count == 1 and not options.ping_pong
         micro_batches = plan_chain(
             cut_chain(lengths, self._part_loads, count, not options.free_placement),
@@ -309,36 +314,6 @@ class GlobalBatchPlanner:
             )
             for nano_batches, plans in micro_batches
         ]
-
-    def _plan_trees(
-        self, documents: Documents, trees: DocumentTrees, number: int
-    ) -> PlannedMicroBatch:
-        """Plans a micro-batch whose documents share tokens.
-
-        Args:
-            documents: documents of the micro-batch.
-            trees: their nodes, which the plan numbers as documents.
-            number: number of the micro-batch in the global batch.
-
-        Raises:
-            ValueError: the options do not go together with trees.
-        """
-        scheduler = self._tree_scheduler
-        capacities = np.full(self.ranks, int(documents.lengths.sum()) // self.ranks, dtype=np.int64)
-        lengths, parents = trees.lengths, trees.numbered_parents
-        first, *others = self.masks.masks
-        plan = scheduler.plan(lengths, capacities, first, parents)
-        plans = [
-            plan,
-            *(scheduler.schedule(lengths, plan.placement, mask, parents) for mask in others),
-        ]
-        for each in plans if self.checks else ():
-            validate_plan(each)
-        nano_batches = [(NanoPlan(each),) for each in plans]
-        members = range(number, number + 1)
-        return PlannedMicroBatch(
-            (documents.nodes(),), nano_batches[0], members, (*nano_batches[1:],)
-        )
 
     def _part_loads(self, start: Int64s, end: Int64s) -> np.ndarray:
         """Returns the loads of parts of documents, whose queries see all tokens before them."""
@@ -451,11 +426,7 @@ class GlobalBatchPlanner:
 
     @cached_property
     def _tree_scheduler(self) -> TilesScheduler:
-        """Scheduler of documents that share tokens.
-
-        Raises:
-            ValueError: the options do not go together with trees.
-        """
+        """Scheduler of documents that share tokens; a ValueError where options rule them out."""
         options = self.options
         for name, found in (
             (f"the scheduler {options.scheduler}", options.scheduler != "tiles"),

@@ -14,7 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
+from distca.plan import LayerMasks, Plan
 from distca.plan.span import Int64s, expand_ranges
+from distca.schedule.tiles.scheduler import TilesScheduler
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,23 @@ class DocumentTrees:
         before = np.cumsum(self.own_lengths) - self.own_lengths
         first_nodes = np.cumsum(self.counts) - self.counts
         return before - before[first_nodes][self.document]
+
+
+def plan_trees(
+    trees: DocumentTrees, scheduler: TilesScheduler, masks: LayerMasks, ranks: int
+) -> list[Plan]:
+    """Plans a micro-batch whose documents share tokens, with each mask and one placement.
+
+    Args:
+        trees: nodes of the documents, which the plans number as documents.
+        scheduler: scheduler over the ranks of a stage.
+        masks: masks of the layers.
+        ranks: ranks of a stage, which divide the tokens.
+    """
+    own = int(trees.own_lengths.sum()) // ranks
+    capacities = np.full(ranks, own, dtype=np.int64)
+    lengths, parents = trees.lengths, trees.numbered_parents
+    first, *others = masks.masks
+    plan = scheduler.plan(lengths, capacities, first, parents)
+    rest = (scheduler.schedule(lengths, plan.placement, mask, parents) for mask in others)
+    return [plan, *rest]
