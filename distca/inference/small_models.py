@@ -97,8 +97,8 @@ def save_model(kind: type[AutoModel], config: PreTrainedConfig, folder: Path) ->
             if weight.dim() > 1 or name.endswith(("bias", "sinks")):
                 # Large enough that tokens differ, and small enough that float32 stays exact.
                 weight.normal_(0, 0.08)
-    # Random tokens end no answer.
-    model.generation_config.eos_token_id = None
+    # Random tokens end no answer, unless a token is given for it.
+    model.generation_config.eos_token_id = changes.get("eos_token_id")
     # Each rank writes its own folder, where transformers would write on rank 0 alone.
     model.should_save_on_this_rank = lambda is_main_process: True
     model.save_pretrained(folder)
