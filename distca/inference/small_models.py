@@ -64,28 +64,32 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def save_small_model(family: str, folder: Path, **changes: object) -> Path:
+def save_small_model(family: str, folder: Path, end: int | None = None, **changes: object) -> Path:
     """Writes a model of a family, the same one each time, and returns its folder.
 
     Args:
         family: `model_type` of the family.
         folder: folder in which that of the model is made.
+        end: token that ends an answer; None: none does.
         changes: other values of its configuration.
     """
     import transformers
 
     name, special = FAMILIES[family]
     config = getattr(transformers, name)(**SIZES | special | changes)
-    return save_model(transformers.AutoModelForCausalLM, config, folder / family)
+    return save_model(transformers.AutoModelForCausalLM, config, folder / family, end)
 
 
-def save_model(kind: type[AutoModel], config: PreTrainedConfig, folder: Path) -> Path:
+def save_model(
+    kind: type[AutoModel], config: PreTrainedConfig, folder: Path, end: int | None = None
+) -> Path:
     """Writes a model with random weights, and returns its folder.
 
     Args:
         kind: class of transformers that makes it.
         config: its configuration.
         folder: its folder.
+        end: token that ends an answer; None: none does, as tokens are random.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -97,8 +101,7 @@ def save_model(kind: type[AutoModel], config: PreTrainedConfig, folder: Path) ->
             if weight.dim() > 1 or name.endswith(("bias", "sinks")):
                 # Large enough that tokens differ, and small enough that float32 stays exact.
                 weight.normal_(0, 0.08)
-    # Random tokens end no answer, unless a token is given for it.
-    model.generation_config.eos_token_id = changes.get("eos_token_id")
+    model.generation_config.eos_token_id = end
     # Each rank writes its own folder, where transformers would write on rank 0 alone.
     model.should_save_on_this_rank = lambda is_main_process: True
     model.save_pretrained(folder)

@@ -58,7 +58,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "llama",
         tmp_path_factory.mktemp("model"),
         # vLLM's kernels have heads of 32 and more. What has a grammar needs a token to end with.
-        **{"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 8192, "eos_token_id": 2},
+        **{"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 8192},
+        end=2,
     )
     chat_tokenizer().save_pretrained(folder)
     with socket.socket() as probe:
