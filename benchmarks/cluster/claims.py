@@ -283,8 +283,7 @@ def end_to_end() -> list[Claim]:
 
 
 def of_the_authors_documents() -> list[tuple[tuple[str, ...], list[float], int]]:
-    """Gains on the lists of lengths that the authors published: key of `PUBLISHED`, gain in each
-    job, and number of batches."""
+    """Key of `PUBLISHED`, gains on the lengths that the authors published, number of batches."""
     title, found = list(PAIRS)[-1], []
     for key in PUBLISHED:
         name, *model, documents = key
@@ -302,8 +301,7 @@ def on_the_authors_documents() -> list[Claim]:
     """Tables 3 and 4 on the lists of lengths that the authors published, drawn in their way."""
     found = []
     for key, ratios, count in of_the_authors_documents():
-        name, *model, documents = key
-        theirs = PUBLISHED[key]
+        (name, *model, documents), theirs = key, PUBLISHED[key]
         *least, most = map(float, re.findall(r"[\d.]+", theirs))
         batches = "one batch" if count == 1 else f"means of {count} batches"
         command = f"{name}_batches --batches {count} --published DIR --papers-documents"

@@ -12,6 +12,7 @@ from distca.plan import BLOCK
 from distca.schedule import BALANCING
 from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.data_checks import validate_data
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
@@ -22,10 +23,6 @@ from megatron_patches.flags.refused import (
     refuse,
 )
 from megatron_patches.flags.sizes import ModelSizes
-from megatron_patches.versions import newer_flag
-
-SFT_TOKENIZER = "SFTTokenizer"
-"""Tokenizer type of `--sft`, in Megatron-LM, too."""
 
 FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 """Values of `--fp8-recipe` whose scales are of a tensor alone, so that nano-batches share none."""
@@ -61,15 +58,13 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     _validate_rotation(args)
     BatchSizes.from_args(args).check_growth(args.train_samples)
     _validate_optimizer(args)
-    _validate_sft(args)
-    _validate_validation_sets(args)
+    validate_data(config, args)
     masks_from_args(args)
     if args.seq_length % BLOCK:
         raise ValueError(
             f"--seq-length {args.seq_length} is not a multiple of the attention block of {BLOCK}: "
             f"use {max(args.seq_length // BLOCK, 1) * BLOCK}"
         )
-    _validate_shared_prefixes(config, args)
     if not config.enabled:
         return
     _validate_scheduling(config, args)
@@ -151,59 +146,6 @@ def _validate_optimizer(args: Namespace) -> None:
         raise ValueError(
             "--optimizer sgd has a state that Megatron-LM's distributed optimizer does not know: "
             "remove --use-distributed-optimizer"
-        )
-
-
-def _validate_sft(args: Namespace) -> None:
-    """Checks the flags of fine-tuning on conversations."""
-    if not args.sft:
-        return
-    if args.tokenizer_type != SFT_TOKENIZER:
-        raise ValueError(
-            f"--sft needs --tokenizer-type {SFT_TOKENIZER} with --tokenizer-model FOLDER, not "
-            f"{args.tokenizer_type}"
-        )
-
-
-def _validate_shared_prefixes(config: DistcaConfig, args: Namespace) -> None:
-    """Checks that documents can be trees."""
-    if not config.documents.share_prefixes:
-        return
-    flag, scheduling = "--distca-share-prefixes", config.scheduling
-    if not config.enabled:
-        raise ValueError(f"{flag} needs --distca, whose plans know what conversations share")
-    if config.ping_pong:
-        raise ValueError(
-            f"{flag} does not cut trees in two nano-batches: add --no-distca-ping-pong"
-        )
-    for other, given in (
-        (f"--distca-scheduler {scheduling.scheduler}", scheduling.scheduler != "tiles"),
-        ("--distca-placement sequential", not scheduling.free_placement),
-        ("--distca-max-buffer-bytes", scheduling.max_buffer_bytes is not None),
-        (f"--distca-chain {config.chain}", config.chain > 1),
-        (f"--distca-pool-size {config.pool_size}", config.pool_size is not None),
-        (
-            "--attention-chunk-size",
-            any(mask.attention_chunk is not None for mask in masks_from_args(args).masks),
-        ),
-    ):
-        if given:
-            raise ValueError(f"{flag} does not go together with {other}: remove one of the two")
-
-
-def _validate_validation_sets(args: Namespace) -> None:
-    """Checks the flags of several validation sets."""
-    several = "--multiple-validation-sets"
-    if newer_flag(args, "validation_set_names") and not args.multiple_validation_sets:
-        raise ValueError(f"--validation-set-names needs {several}")
-    if not args.multiple_validation_sets:
-        return
-    if not args.full_validation:
-        raise ValueError(f"{several} needs --full-validation, in Megatron-LM, too")
-    if not (args.valid_data_path or args.per_split_data_args_path):
-        raise ValueError(
-            f"{several} needs --valid-data-path or --per-split-data-args-path, with a prefix for "
-            "each set"
         )
 
 

@@ -73,7 +73,7 @@ def generate_on_a_rank(
 
 
 def abort_on_a_rank(model: ServedModel) -> list[tuple[list[int], str]]:
-    """Three answers on two ranks, of which the second rank alone aborts one, at its second token.
+    """Three answers on two ranks. The second rank alone aborts one, at its second token.
 
     Returns:
         Tokens of the answers and why they ended; then those of a call in which nobody aborts.

@@ -194,20 +194,20 @@ class GlobalBatchPlanner:
         Args:
             incoming: documents of each micro-batch or chain, as for `plan`.
         """
-        alike = [each for each in incoming if each.micro_batches == incoming[0].micro_batches]
-        if len(alike) == 1 or not self.options.free_placement:
+        equal = [each for each in incoming if each.micro_batches == incoming[0].micro_batches]
+        if len(equal) == 1 or not self.options.free_placement:
             return list(incoming)
-        lengths = np.concatenate([documents.lengths for documents in alike])
-        starts = np.concatenate([documents.starts for documents in alike])
-        windows = np.repeat(np.arange(len(alike)), [len(documents.lengths) for documents in alike])
+        lengths = np.concatenate([documents.lengths for documents in equal])
+        starts = np.concatenate([documents.starts for documents in equal])
+        windows = np.repeat(np.arange(len(equal)), [len(documents.lengths) for documents in equal])
         trees = None
-        if alike[0].trees is not None:
-            trees = DocumentTrees.joined([each.trees for each in alike if each.trees is not None])
+        if equal[0].trees is not None:
+            trees = DocumentTrees.joined([each.trees for each in equal if each.trees is not None])
         loads = self._loads(lengths) if trees is None else self._loads_of_trees(trees)
         shared = share_out(lengths, loads, windows)
-        together = Documents(lengths, starts, (), alike[0].micro_batches, trees)
-        return [together.select(np.flatnonzero(shared == n)) for n in range(len(alike))] + list(
-            incoming[len(alike) :]
+        together = Documents(lengths, starts, (), equal[0].micro_batches, trees)
+        return [together.select(np.flatnonzero(shared == n)) for n in range(len(equal))] + list(
+            incoming[len(equal) :]
         )
 
     def micro_batches(self, incoming: Sequence[Documents]) -> list[PlannedMicroBatch]:

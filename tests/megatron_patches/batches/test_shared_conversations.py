@@ -34,7 +34,7 @@ def conversations(lines: Lines) -> Conversations:
 
 @st.composite
 def some_lines(draw: st.DrawFn) -> Lines:
-    """Conversations of few different tokens, most of which begin as an earlier one does."""
+    """Conversations of few different tokens. Most begin as an earlier one does."""
     lines: Lines = []
     for _ in range(draw(st.integers(1, 8))):
         tokens: list[int] = []

@@ -89,8 +89,8 @@ def answers_of(
         prompts: prompts as token ids.
         at_once: whether the prompts are answered together, and not one after the other.
         penalties: fields of `Penalties`, for all answers.
-        room: bytes of a GPU that nobody else has, of which the pool takes what is left, but for a
-            MiB; None: the pool is small, and the GPU has more.
+        room: free bytes of a GPU. The pool takes what is left of them, but for a MiB; None: the
+            pool is small, and the GPU has more.
     """
     import torch
     import torch.distributed as dist

@@ -1,8 +1,8 @@
 """A model that is loaded to a simulated GPU: how much of its weights the host has at a time.
 
-Its arguments are the model's folder, and how many ranks share its layers, of which this is the
-first. It writes to standard output, as JSON: most bytes of weights on the host at a time, and the
-bytes of all weights on the GPU.
+Its arguments are the model's folder, and how many ranks share its layers. This is the first rank.
+It writes to standard output, as JSON: most bytes of weights on the host at a time, and the bytes of
+all weights on the GPU.
 """
 
 from __future__ import annotations
