@@ -27,42 +27,44 @@ from megatron_patches.flags.distca import add_distca_arguments
 PAGE = Path(__file__).parent / "reference.md"
 _HEADER = """# Flags
 
-This page answers: which flags are there, what are their defaults, and what do they mean? It is
-written by `python docs/make_reference.py`; change the parsers, not the page.
-
-Other pages say when to use which of DistCA's flags:
+`python docs/make_reference.py` writes this page from the parsers. Other pages
+explain when to use DistCA's flags:
 
 | to choose | flags | page |
 | --- | --- | --- |
-| who computes what | `--distca-scheduler`, `--distca-placement`, \
+| who computes which task | `--distca-scheduler`, `--distca-placement`, \
 `--distca-context-parallel-size` | [planning](planning.md#schedulers) |
-| what loads and bytes are judged by | `--distca-profile`, `--distca-gpus-per-node`, \
+| how work and bytes are measured | `--distca-profile`, `--distca-gpus-per-node`, \
 `--distca-node-gb-per-s`, `--distca-network-gb-per-s`, `--distca-server-speeds` | \
-[performance](performance.md) |
-| balance against bytes | `--distca-tolerance` | [overlap](overlap.md#the-tolerance) |
-| what runs behind what | `--distca-ping-pong`, `--distca-ablation` | \
-[overlap](overlap.md#ping-and-pong) |
-| memory | `--distca-max-buffer-bytes`, `--distca-backward` | [overlap](overlap.md#memory) |
-| what travels for latents | `--distca-latent-rows` | \
+[tuning](performance.md) |
+| balance or fewer bytes | `--distca-tolerance` | [tuning](performance.md#the-tolerance) |
+| overlap | `--distca-ping-pong`, `--distca-ablation` | \
+[ping-pong](pipelines.md#ping-pong-hides-communication) |
+| memory | `--distca-max-buffer-bytes`, `--distca-backward` | \
+[tuning](performance.md#memory-of-exchanges) |
+| latents or keys and values | `--distca-latent-rows` | \
 [multi-latent attention](moving_a_job.md#multi-latent-attention) |
-| what moves rows | `--distca-transport`, `--distca-nvshmem-mode`, \
+| transport | `--distca-transport`, `--distca-nvshmem-mode`, \
 `--distca-nccl-max-ctas` | \
-[overlap](overlap.md#transports) |
-| processes that only serve | `--distca-servers` | [overlap](overlap.md#dedicated-servers) |
-| who shares attention with whom | `--distca-pool-size`, `--distca-token-pairs` | \
-[performance](performance.md#server-pools) |
+[tuning](performance.md#transports) |
+| dedicated servers | `--distca-servers` | [pipelines](pipelines.md#dedicated-servers) |
+| server pools | `--distca-pool-size`, `--distca-token-pairs` | \
+[tuning](performance.md#server-pools) |
 | pipelines | `--distca-pool-stages`, `--distca-max-in-flight` | [pipelines](pipelines.md) |
-| micro-batches smaller than a document | `--distca-chain` | [chains](chains.md) |
-| multiprocessors for exchanges | `--distca-sm-margin` | \
-[overlap](overlap.md#multiprocessors-for-exchanges) |
-| fewer launches by the CPU | `--distca-cuda-graphs` | [performance](performance.md#cuda-graphs) |
-| a timeline | `--distca-trace`, `--distca-trace-iterations` | [timeline](timeline.md) |
+| micro-batches smaller than a document | `--distca-chain` | \
+[pipelines](pipelines.md#micro-batches-smaller-than-a-document) |
+| SMs for exchanges | `--distca-sm-margin` | \
+[tuning](performance.md#transports) |
+| fewer launches by the CPU | `--distca-cuda-graphs` | [tuning](performance.md#cuda-graphs) |
+| a timeline | `--distca-trace`, `--distca-trace-iterations` | \
+[tuning](performance.md#read-a-timeline) |
 | documents | `--distca-max-document-length`, `--distca-whole-documents`, \
-`--distca-documents`, `--distca-share-prefixes` | [concepts](concepts.md#windows), \
-[fine-tuning](fine_tuning.md) |
+`--distca-documents` | [concepts](concepts.md#windows), [fine-tuning](fine_tuning.md) |
+| prefixes that are computed once | `--distca-share-prefixes` | \
+[shared prefixes](shared_prefixes.md) |
 
 Flags of `pretrain_gpt.py`: those here are DistCA's own. All others are Megatron-LM's, which its
-`--help` lists; [refusals](refusals.md) says which of them are refused.
+`--help` lists; [some are refused](troubleshooting.md#refused-flags).
 """
 
 

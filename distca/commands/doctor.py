@@ -36,7 +36,7 @@ _CONVERSION = ("mbridge", "transformers", "safetensors")
 
 State = Literal["ok", "missing", "problem"]
 
-# The versions that the checks of this repository were run with: docs/loops.md has the table.
+# The versions that the checks of this repository were run with: docs/moving_a_job.md lists them.
 PYTHONS = ((3, 11), (3, 13))
 TORCHES = ((2, 13), (2, 15))
 MEGATRONS = ((0, 17, 1), (0, 19, 2))

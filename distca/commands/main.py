@@ -28,7 +28,7 @@ COMMANDS = {
 }
 _GONE = {
     "serve": "`vllm serve` answers requests, and `distca prefill` computes its long prompts: "
-    "docs/serving.md says which command replaces which",
+    "docs/vllm.md explains both",
 }
 """Commands that there were, and what replaces them."""
 

@@ -43,7 +43,7 @@ class Cell:
     """A run that goes on from the reference.
 
     Attributes:
-        feature: what it shows, as the table of `docs/loops.md` names it.
+        feature: what it shows, as `docs/moving_a_job.md` lists it.
         flags: that turn it on.
     """
 

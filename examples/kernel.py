@@ -1,23 +1,29 @@
-# Adding a kernel
+"""A complete training kernel in plain torch: slow, and exact.
 
-A kernel computes tasks of one shape, one after the other in each tensor, and knows nothing of ranks.
-[`distca/attention/kernel.py`](../distca/attention/kernel.py) has the interface: `forward` gives the
-rows' output and their log-sum-exp (LSE), `backward` the gradients. Two things differ from most
-attention libraries:
+A kernel computes tasks of one shape and knows nothing of ranks (`distca/attention/kernel.py`). It
+differs from most attention libraries in two ways:
 
-- A task may be *partial*: its rows see other keys in other tasks. So `forward` must give the LSE, by
-  which parts are merged, and `backward` must use the **final** output and LSE that it is given, not
-  those of its own keys.
-- With `causal`, a task ends on the diagonal at its *lower right*: with 5 queries and 64 keys, the
-  last query sees all 64, the first one 60.
+- A task may be partial: its rows see other keys in other tasks. `forward` returns the log-sum-exp
+  (LSE) of the scores, by which partial outputs are merged. `backward` uses the final output and LSE
+  that it gets, not those of its own keys.
+- A causal task is aligned at the lower right: with 5 queries and 64 keys the last query sees all 64
+  keys, the first one 60.
 
-Inference asks for a third method, `forward_paged`
-([`distca/attention/paged.py`](../distca/attention/paged.py)): `forward` of full rectangles whose keys lie
-in blocks of a pool, which a table tells. Training does not call it.
+Inference also needs `forward_paged` (`distca/attention/paged.py`), for keys in the blocks of a
+pool.
 
-This one is whole for training, and slow; the backward pass is FlashAttention's, without its blocks:
+To add one:
 
-```python
+1. Put it in a file in `distca/attention`. Import GPU packages where they are used, with an error
+   that says what to install.
+2. GPU kernels get an entry in `GPU_KERNELS` (`distca/attention/choice.py`), others a case in
+   `select_kernel`. The backward pass may allocate what `distca/cost/kernel_memory.py` counts.
+3. It must pass the cases of `tests/attention/test_attention.py`.
+4. Measure it: `distca profile --output profile.json`.
+"""
+
+from __future__ import annotations
+
 import torch
 
 from distca.attention.reference import task_visibility
@@ -67,16 +73,3 @@ def _scores(q, k, v, tasks):
     visible = task_visibility(len(q), len(k), causal=tasks.causal, window_left=tasks.window_left)
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * tasks.softmax_scale
     return scores.masked_fill(~visible.to(q.device), float("-inf")), v
-```
-
-1. Put it in a file of its own in `distca/attention`. Import GPU packages where they are used, with an
-   error that says what to install.
-2. Choose it: one for GPUs is an entry of `GPU_KERNELS` (`distca/attention/choice.py`), which says for
-   which GPUs and sizes of heads it is, and which package and version it needs; `distca doctor` and the
-   training log then name it. Others go into `select_kernel` (`distca/attention/__init__.py`). What it
-   allocates in the backward pass should be no more than `distca/cost/kernel_memory.py` counts.
-3. It must pass the cases of `tests/attention/test_attention.py`: odd lengths, no keys, attention windows,
-   groups, and partial tasks whose gradients add up to the whole. `tests/docs/test_docs.py` runs the
-   one above through those cases, which lie in `tests/support/attention_cases.py`.
-4. Measure it: `distca profile --output profile.json` writes a grid of times, which schedulers judge
-   tasks by (`--distca-profile`).
