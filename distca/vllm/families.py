@@ -26,13 +26,12 @@ PROVED = (
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Classes of vLLM whose rows were held against vLLM's own: each has a row in the table of
-`docs/vllm.md`."""
+"""Classes of vLLM whose rows were held against vLLM's own. `docs/vllm.md` names them."""
 
 
 QUANTIZED = ("compressed-tensors int-quantized",)
-"""Methods of quantized weights, and their formats, that were held against vLLM's own: each has a
-row in a table of `docs/vllm.md`."""
+"""Methods of quantized weights, and their formats, that were held against vLLM's own.
+`docs/vllm.md` names them."""
 
 
 def quantization(model: ModelConfig) -> str:

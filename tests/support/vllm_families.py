@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +20,15 @@ import torch
 
 from distca.prefill.client import PrefillClient
 from support.prefills import RankDone, free_address, in_background, prefill_with, prompt
-from support.quantized_models import KINDS, quantize
+from support.quantized_models import quantize
 from support.ranks import Ranks
 from support.small_models import FAMILIES, SIZES, save_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
 LAYOUTS = {(1, 1): "1 rank", (2, 1): "2 ranks", (4, 1): "4 ranks", (2, 2): "2 ranks of 2"}
-"""Columns of the table by ranks, and processes of each that share its layers."""
+"""Names by ranks, and processes of each that share its layers."""
 
-HEADING = f"| vLLM's class | in its layers | {' | '.join(LAYOUTS.values())} |"
 LEAST = 32
 """Fewest tokens that are asked for."""
 
@@ -49,39 +48,36 @@ class Family:
 
     Attributes:
         config: name of its configuration in transformers.
-        has: what its layers have, beside attention to all earlier tokens.
         values: values of its configuration.
     """
 
     config: str
-    has: str
     values: Mapping[str, Any]
 
 
-def _of(family: str, has: str = "", **values: Any) -> Family:
+def _of(family: str, **values: Any) -> Family:
     """A family that transformers' code computes, too, with heads that vLLM's kernels have."""
     config, special = FAMILIES[family]
-    return Family(config, has, {**special, "head_dim": 32, **values})
+    return Family(config, {**special, "head_dim": 32, **values})
 
 
 SMALL: dict[str, Family] = {
     "LlamaForCausalLM": _of("llama"),
-    "Qwen2ForCausalLM": _of("qwen2", "biases"),
-    "Qwen3ForCausalLM": _of("qwen3", "norms of heads"),
-    "MistralForCausalLM": _of("mistral", "windows"),
+    "Qwen2ForCausalLM": _of("qwen2"),
+    "Qwen3ForCausalLM": _of("qwen3"),
+    "MistralForCausalLM": _of("mistral"),
     "Phi3ForCausalLM": _of("phi3"),
-    "Gemma2ForCausalLM": _of("gemma2", "windows, soft caps", query_pre_attn_scalar=32),
-    "Gemma3ForCausalLM": _of("gemma3_text", "windows, norms of heads", query_pre_attn_scalar=32),
+    "Gemma2ForCausalLM": _of("gemma2", query_pre_attn_scalar=32),
+    "Gemma3ForCausalLM": _of("gemma3_text", query_pre_attn_scalar=32),
     # vLLM's experts on CPUs have slices of at least 64.
-    "GptOssForCausalLM": _of("gpt_oss", "windows, sinks, experts", intermediate_size=128),
+    "GptOssForCausalLM": _of("gpt_oss", intermediate_size=128),
     "MixtralForCausalLM": Family(
         "MixtralConfig",
-        "experts",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "Qwen3MoeForCausalLM": _of("qwen3_moe", "norms of heads, experts"),
+    "Qwen3MoeForCausalLM": _of("qwen3_moe"),
 }
-"""By the names of vLLM's classes, in the order of the table."""
+"""By the names of vLLM's classes, in the order of `docs/vllm.md`."""
 
 
 def save(name: str, folder: Path) -> Path:
@@ -278,22 +274,3 @@ def compare(
             wanted = sum(LENGTHS) - len(LENGTHS)
             assert done[0][0].counts.tokens == wanted, "vLLM computed tokens itself"
         pipe.send(None)
-
-
-def row(name: str, cells: Sequence[str]) -> str:
-    """A row of the table."""
-    has = SMALL[name].has or "attention to all"
-    return f"| `{name}` | {has} | {' | '.join(cells)} |"
-
-
-def table() -> str:
-    """The table of `docs/vllm.md`: what `test_families.py` finds with `--full`."""
-    rows = [row(name, ["equal"] * len(LAYOUTS)) for name in SMALL]
-    return "\n".join([HEADING, "| --- " * (2 + len(LAYOUTS)) + "|", *rows])
-
-
-def quantized_table() -> str:
-    """The table of quantized weights: what `test_quantized.py` finds with `--full`."""
-    rows = [f"| `{kind}` | {' | '.join(['equal'] * len(LAYOUTS))} |" for kind in KINDS]
-    heading = f"| quantized weights | {' | '.join(LAYOUTS.values())} |"
-    return "\n".join([heading, "| --- " * (1 + len(LAYOUTS)) + "|", *rows])
