@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that training, serving and benchmarks need; quick when it is there.
 # launch/setup.sh tests: adds what the tests need, too.
-# launch/setup.sh checks: the same, and a CUDA compiler.
+# launch/setup.sh checks: the same, a CUDA compiler, and what builds the documentation's site.
 # launch/setup.sh megatron VERSION: makes an environment of its own to test with that megatron-core,
 #     kept for all checkouts of this user, and links it as .venv-megatron-VERSION.
 # launch/setup.sh python VERSION: the same, without Megatron, as .venv-python-VERSION.
@@ -27,7 +27,7 @@ stamp=$(stamp_of_checkout)
 case ${1:-} in
     '') provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,convert --editable ;;
     tests) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,convert,dev --editable ;;
-    checks) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,convert,dev,cuda-compile --editable ;;
+    checks) provide .venv "$stamp, $PWD" "$training_pythons" megatron,plot,inference,convert,dev,docs,cuda-compile --editable ;;
     megatron)
         version_of_megatron "${2:-}"
         provide_for_all "megatron-$2" "$stamp, megatron-core $2" "$training_pythons" \
