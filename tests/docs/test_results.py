@@ -186,6 +186,19 @@ def test_slow_links() -> None:
     assert f"took {min(alone):.2f} to {max(alone):.2f} times" in said
 
 
+def test_plans_of_tiles_beside_the_papers_scheduler() -> None:
+    """Balance and bytes with documents of up to 128K."""
+    rows = {tuple(row[:4]): row[4:] for row in table(RESULTS / "plans.md", "documents | longest")}
+    shares = []
+    for (documents, longest, servers, way), tiles in rows.items():
+        if way == "tiles" and longest == "128K" and servers in ("64", "512"):
+            greedy = rows[documents, longest, servers, "greedy"]
+            assert float(tiles[0]) <= 1.1
+            shares.append(float(tiles[1]) / float(greedy[1]))
+    said = f"{min(shares):.2f} to {max(shares):.2f} times the bytes of `greedy`"
+    assert said in words_of("docs/planning.md")
+
+
 def test_mirrored_pieces_beside_contiguous_ones() -> None:
     text = (RESULTS / "mirrored_placement.md").read_text()
     (found,) = re.findall(r"move (.*) times the bytes .* and (.*) times as many", text)
