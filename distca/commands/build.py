@@ -40,9 +40,8 @@ examples:
         "parts",
         nargs="*",
         metavar="PART",
-        help="What to compile. decode: for decodes on CPUs like this one; shm: for processes of "
-        "one machine that share memory; nvshmem: for GPUs of one machine; nvshmem-network: for "
-        "GPUs over a network. Default: all.",
+        help="Part to compile. decode: decoding on this CPU; shm: shared memory of one machine; "
+        "nvshmem: GPUs of one machine; nvshmem-network: GPUs over a network. Default: all.",
     )
     parser.add_argument(
         "--architectures",
@@ -59,7 +58,7 @@ examples:
         default=None,
         metavar="FOLDER",
         # Relative to the home folder, so that the documentation shows the same for everybody.
-        help="Where the compiled files are kept. Default: "
+        help="Folder of the compiled files. Default: "
         f"~/{default_cache().relative_to(Path.home())}.",
     )
     return parser

@@ -31,28 +31,29 @@ def add_calibration_flags(group: Group) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="What dropping keys does to this model, by `distca tune sparsity`: csps then drops "
-        "what is chosen within one of these bounds, instead of --sparsity.",
+        help="Measured cost of dropped keys, from `distca tune sparsity`: csps then chooses a "
+        "sparsity within one of these bounds, instead of --sparsity.",
     )
     group.add_argument(
         "--max-degradation",
         type=float,
         metavar="NATS",
-        help="Take the least time to the first token with a mean divergence from dense "
-        "attention of at most NATS.",
+        help="Minimize the time to the first token, with a mean divergence from dense attention "
+        "of at most NATS.",
     )
     group.add_argument(
         "--max-recall-loss",
         type=float,
         metavar="SHARE",
-        help="Take the least time to the first token with at most SHARE of all needles lost, "
-        "from 0 to 1.",
+        help="Minimize the time to the first token, with at most SHARE (0 to 1) of all needles "
+        "lost.",
     )
     group.add_argument(
         "--max-ttft",
         type=float,
         metavar="SECONDS",
-        help="Take the least divergence with at most SECONDS predicted to the first token.",
+        help="Minimize the divergence, with a predicted time to the first token of at most "
+        "SECONDS.",
     )
 
 

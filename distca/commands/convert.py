@@ -34,22 +34,21 @@ def build_parser() -> Parser:
         type=Path,
         nargs="?",
         metavar="MODEL",
-        help="Folder of a model of Hugging Face: config.json, weights and tokenizer.json.",
+        help="Folder of a Hugging Face model: config.json, weights and tokenizer.json.",
     )
     parser.add_argument(
         "--checkpoint",
         type=Path,
         metavar="FOLDER",
-        help="Folder of Megatron's checkpoints (the run's --save), whose latest one is converted "
-        "to Hugging Face.",
+        help="Folder of Megatron checkpoints (the run's --save). The latest one is converted to "
+        "Hugging Face.",
     )
     parser.add_argument(
         "--to",
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="What is written: with MODEL a folder for --load, with --checkpoint a model of "
-        "Hugging Face.",
+        help="Output: with MODEL a folder for --load, with --checkpoint a Hugging Face model.",
     )
     parser.add_argument(
         "--float32",
@@ -60,28 +59,28 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--check",
         metavar="TEXT|IDS",
-        help="Load both models, compare their logits of this text, or of token ids with commas "
-        "between them, and print the greatest difference; if rounding in float32 does not explain "
-        "it, the command fails.",
+        help="Compare the logits of both models in float32 for a text, or for token ids separated "
+        "by commas, and print the largest difference. The command fails if rounding does not "
+        "explain it.",
     )
     parser.add_argument(
         "--hf-model",
         type=Path,
         metavar="FOLDER",
-        help="With --checkpoint: folder of the model that training began from, for its "
-        "config.json. Default: the one that is kept beside the checkpoints.",
+        help="With --checkpoint: folder of the original model, for its config.json. Default: the "
+        "one stored with the checkpoints.",
     )
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="With --checkpoint: a tokenizer.json, or its folder. Default: the one beside the "
+        help="With --checkpoint: a tokenizer.json or its folder. Default: the one stored with the "
         "checkpoints.",
     )
     parser.add_argument(
         "--force",
         action="store_true",
-        help="With --checkpoint: write into a folder that has files already. Weights in it, and "
-        "files of the same names, are replaced.",
+        help="With --checkpoint: write into a folder that is not empty, and replace weights and "
+        "files of the same names.",
     )
     return parser
 

@@ -36,7 +36,7 @@ _EXPERTS = {
 }
 LATENTS = {
     "kv_lora_rank": "Size of the keys' and values' latent, in models with latent attention.",
-    "qk_pos_emb_head_dim": "Elements of a key's head that are rotated, which heads share.",
+    "qk_pos_emb_head_dim": "Rotated elements of a key, which all heads share.",
     "v_head_dim": "Elements of a value's head; --head-dim has a key's.",
     "q_lora_rank": "Size of the queries' latent. Default: the preset's, or none.",
 }
@@ -45,8 +45,8 @@ WINDOWS = {
     "all of its document.",
     "attention_chunk_size": "Chunked local attention: a query sees only the earlier tokens of its "
     "own chunk of N tokens. Default: the preset's, or all of its document.",
-    "window_attn_skip_freq": "Every Nth layer has no window and no chunks. Default: the preset's, "
-    "or every layer has them.",
+    "window_attn_skip_freq": "Every Nth layer has full attention. Default: the preset's, or no "
+    "layer.",
 }
 _OVERRIDES = {
     "gpus_per_node": "GPUs of a node.",
@@ -126,8 +126,8 @@ def add_selection_flags(
         splits_weights: whether the command's processes can split the weights.
     """
     sp_tp = (
-        "; with sp-tp processes that split the weights (--tensor-parallel-size alone) share a "
-        "prompt, between which two auto chooses there, too"
+        "; sp-tp: rows, between processes that split the weights (--tensor-parallel-size alone, "
+        "where auto chooses sp-ntp or sp-tp)"
     )
     group.add_argument(
         "--prefill-strategy",
@@ -137,19 +137,19 @@ def add_selection_flags(
             *("csps", "all-gather"),
         ),
         default=default,
-        help="What travels in prefills: keys and values, or queries and their outputs; auto "
-        "chooses for each prefill. With runahead keys travel down a chain of ranks, which have "
-        "contiguous parts of a prompt; with csps from near ranks to far ones, and of far keys only "
-        f"some; with sp-ntp heads are scattered over ranks{sp_tp * splits_weights}; with "
-        "all-gather, a baseline, all keys go to all ranks.",
+        help="What travels between ranks in a prefill. pass-kv: keys and values; pass-q: queries "
+        "and their outputs; auto: chooses one of these for each prefill; runahead: keys and "
+        "values, down a chain of ranks; csps: keys and values, from near to far, some far ones "
+        f"dropped; sp-ntp: heads{sp_tp * splits_weights}; all-gather: all keys and values to all "
+        "ranks, a baseline.",
     )
     add_partition_flag(group, partitions)
     group.add_argument(
         "--selector",
         choices=SELECTORS,
         default="simulated",
-        help="How auto chooses: by the least predicted seconds of both plans, or the rule of the "
-        "paper (Algorithm 5).",
+        help="How auto chooses: simulated: the plan with the lower predicted time; paper: the "
+        "rule of Meta's context parallelism (Algorithm 5).",
     )
 
 
@@ -159,8 +159,8 @@ def add_partition_flag(group: Group, partitions: str) -> None:
         "--partition",
         default="even",
         metavar="P",
-        help=f"Parts of a prompt with runahead: even, {partitions}, or each part's share, the "
-        "first first: 0.4,0.33,0.27.",
+        help=f"How runahead divides a prompt: even, {partitions}, or the parts' shares in order: "
+        "0.4,0.33,0.27.",
     )
 
 

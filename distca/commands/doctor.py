@@ -82,7 +82,7 @@ examples:
         type=Path,
         default=None,
         metavar="FILE",
-        help="Also check a file that `distca profile` made.",
+        help="Also check a file from `distca profile`.",
     )
     return parser
 

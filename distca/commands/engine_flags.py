@@ -19,14 +19,14 @@ def add_machine_flags(group: Group) -> None:
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
-        "an H100, or of a core on CPUs.",
+        help="Kernel times from `distca profile`, used by auto. Default: rates of an H100, or of "
+        "one core on CPUs.",
     )
     group.add_argument(
         "--node-gb-per-s",
         type=float,
         metavar="X",
-        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
+        help="Speed of the link between two ranks, used by auto. Default: NVLink's, or what "
         "processes reach on CPUs.",
     )
 
@@ -37,8 +37,8 @@ def add_block_size_flag(group: Group) -> None:
         "--block-size",
         type=int,
         metavar="N",
-        help="Tokens of a block of a rank's keys and values. Default: 16, or 256 on GPUs: "
-        "FlashAttention 2 reads multiples of that alone.",
+        help="Tokens of a block of the KV cache. Default: 16, or 256 on GPUs, because "
+        "FlashAttention 2 reads only multiples of 256.",
     )
 
 
@@ -49,21 +49,21 @@ def add_pool_flags(group: Group) -> None:
         "--kv-cache-memory-bytes",
         type=int,
         metavar="N",
-        help="Bytes of keys and values on each rank. Default: what --gpu-memory-utilization "
-        "leaves, or 1 GiB on CPUs.",
+        help="Bytes of each rank's KV cache. Default: what --gpu-memory-utilization leaves, or 1 "
+        "GiB on CPUs.",
     )
     group.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
         metavar="PART",
-        help="Part of a GPU's memory for weights, keys and values.",
+        help="Share of a GPU's memory for weights and KV cache.",
     )
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Keep blocks of ended prompts for prompts that begin the same. Default: on.",
+        help="Keep the blocks of finished prompts for prompts with the same prefix. Default: on.",
     )
 
 
@@ -74,13 +74,14 @@ def add_exchange_flags(group: Group) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="Further ranks, which hold keys and values and have no weights. Default: 0.",
+        help="Additional ranks without weights, which hold keys and values and compute attention. "
+        "Default: 0.",
     )
     group.add_argument(
         "--transport",
         choices=TRANSPORTS,
-        help="What moves rows between ranks: gloo and shm (memory that processes of one machine "
-        "share) on CPUs, nccl and nvshmem on GPUs. Default: gloo, or nccl.",
+        help="Moves rows between ranks: gloo or shm (shared memory of one machine) on CPUs, nccl "
+        "or nvshmem on GPUs. Default: gloo, or nccl.",
     )
 
 
@@ -97,8 +98,7 @@ def add_timeout_flag(group: Group, default: float, then: str) -> None:
         type=float,
         default=default,
         metavar="SECONDS",
-        help=f"Time after which an exchange between ranks has failed, {then}. "
-        f"Default: {default:g}.",
+        help=f"Longest time of an exchange between ranks, {then}. Default: {default:g}.",
     )
 
 

@@ -26,7 +26,7 @@ def add_ranks_flag(
 
     Args:
         group: group of the flag.
-        of_what: whose keys and values auto goes by.
+        of_what: whose keys and values the ranks' memory must hold with auto.
         default: number of ranks if the flag is not given.
         required: whether it must be given.
     """
@@ -34,7 +34,7 @@ def add_ranks_flag(
         "--context-parallel-size",
         type=_size,
         metavar="N",
-        help=f"Ranks that answer; auto: as few as have room for the keys and values of {of_what}.",
+        help=f"Ranks that share a prompt; auto: the fewest whose memory holds {of_what}.",
         default=default,
         required=required,
     )

@@ -46,10 +46,10 @@ prompt's tokens are shared out evenly, and each rank keeps the keys and values o
 def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("generate", __doc__.splitlines()[0], _EPILOG)
-    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
     what = parser.add_argument_group("what is answered, one of these")
     what.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="Text to go on with; repeatable."
+        "--prompt", action="append", metavar="TEXT", help="Text to continue; repeatable."
     )
     what.add_argument(
         "--prompt-ids", type=Path, metavar="FILE", help="JSON list of lists of token ids."
@@ -58,8 +58,8 @@ def build_parser() -> Parser:
         "--conversations",
         type=Path,
         metavar="FILE",
-        help="A list of messages, {role, content}, in each line as JSON. Every message of the user "
-        "that no answer follows is answered, on the keys and values of the turns before.",
+        help="JSON lines, each a list of messages {role, content}. Every user message without an "
+        "answer is answered, with the keys and values of earlier turns.",
     )
     how = parser.add_argument_group("how")
     add_ranks_flag(how, "the longest prompt and its answer", default=1)
@@ -68,7 +68,7 @@ def build_parser() -> Parser:
         type=int,
         default=1,
         metavar="T",
-        help="Processes that share each layer of a rank.",
+        help="Processes that split each layer of a rank.",
     )
     add_selection_flags(how, "auto", "searched, a table that `distca tune partitions` wrote")
     add_sparsity_flags(how)
@@ -86,57 +86,63 @@ def build_parser() -> Parser:
     how.add_argument(
         "--even-out",
         action="store_true",
-        help="Move keys and values after each prefill, so that all ranks hold equal shares, within "
-        "a block: a chain leaves unequal ones.",
+        help="After each prefill, move cached blocks until all ranks hold equal shares: a chain "
+        "leaves unequal ones.",
     )
     add_block_size_flag(how)
     how.add_argument(
-        "--max-num-seqs", type=int, default=64, metavar="N", help="Most prompts that run at a time."
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="Most prompts that run at the same time.",
     )
     how.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="Most tokens of an iteration: longer prompts are fed in chunks. Default: the longest "
-        "prompt's, or 2048 if it has fewer.",
+        help="Most tokens of an iteration; longer prompts are computed in chunks. Default: the "
+        "longest prompt's, at least 2048.",
     )
     how.add_argument(
         "--kv-cache-memory-bytes",
         type=int,
         metavar="N",
-        help="Bytes of each rank's keys and values. Default: what all prompts and their answers "
-        "need; for conversations that, too, if it is known to be less than 4 GiB.",
+        help="Bytes of each rank's KV cache. Default: enough for all prompts and their answers; "
+        "for conversations at most 4 GiB.",
     )
     add_dtype_flag(how)
     how.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="Most tokens of an answer."
     )
     how.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token."
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="Sampling temperature; 0 takes the most likely token.",
     )
     how.add_argument(
         "--top-k",
         type=int,
         default=0,
         metavar="N",
-        help="Draw from the N likeliest tokens alone. Default: from all.",
+        help="Sample only from the N most likely tokens. Default: all.",
     )
     how.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="Draw from the likeliest tokens alone that have this probability together.",
+        help="Sample only from the most likely tokens whose probabilities sum to P.",
     )
-    how.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Seed of the choice of tokens."
-    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of sampling.")
     how.add_argument(
         "--enforce-eager",
         action="store_true",
-        help="Decode without CUDA graphs, which GPUs have otherwise.",
+        help="Decode without CUDA graphs on GPUs.",
     )
-    add_timeout_flag(how, 600.0, "and the command ends")
+    add_timeout_flag(how, 600.0, "after which the command ends")
     how.add_argument("--ignore-eos", action="store_true", help="Answers end only at --max-tokens.")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="Print a list of answers as JSON.")
@@ -149,7 +155,7 @@ def build_parser() -> Parser:
     out.add_argument(
         "--check",
         action="store_true",
-        help="Hold logits and tokens against one process's with transformers' own attention.",
+        help="Compare logits and tokens with one process that runs transformers' own attention.",
     )
     return parser
 

@@ -14,17 +14,17 @@ from distca import __version__
 from distca.lifetime import EndAtSignals, Ended
 
 COMMANDS = {
-    "simulate": "say what a training job would gain on a cluster, and with which flags",
+    "simulate": "predict a training job's speed on a cluster, and print the best flags",
     "plan": "plan the core attention of a batch of documents: its balance and its bytes",
     "generate": "answer prompts with a model, on ranks that share its attention",
     "prefill": "compute keys and values of long prompts for a vLLM server, on several ranks",
-    "tune": "search or measure what inference chooses by: chains, groups of ranks, dropped keys",
-    "convert": "turn a model of Hugging Face into a checkpoint that training loads, and back",
-    "prepare": "turn text into the token files that training reads",
-    "profile": "measure this machine's attention kernel, so that plans can use its times",
-    "build": "compile the transports' native code ahead of a run",
-    "doctor": "say what is present, what is missing and what to install",
-    "verify": "prove that this machine works and measure it, one line a stage",
+    "tune": "measure or search settings: chains, groups of ranks, sparsity, overlap",
+    "convert": "convert a Hugging Face model to a Megatron checkpoint, or back",
+    "prepare": "convert text to the token files that training reads",
+    "profile": "measure this machine's attention kernel, for plans",
+    "build": "compile the native code of transports ahead of a run",
+    "doctor": "show what is installed, what is missing and what to install",
+    "verify": "check and measure this machine, one line a stage",
 }
 _GONE = {
     "serve": "`vllm serve` answers requests, and `distca prefill` computes its long prompts: "
@@ -39,7 +39,7 @@ examples:
   distca simulate --distribution pretrain --context 131072 --sequences 32 \\
       --model llama-8b --cluster dgx-h200 --gpus 64
 
-`distca COMMAND --help` explains a command's flags, `distca --version` says which version this is.
+`distca COMMAND --help` explains a command's flags, `distca --version` prints the version.
 None of these commands trains: that is
 `python -m megatron_patches.launch --nproc-per-node N -m megatron_patches.pretrain --distca`.
 """

@@ -90,8 +90,8 @@ def build_parser() -> Parser:
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="The documents' lengths in tokens: a JSON list, which is taken as it is, or the .idx "
-        "file of a Megatron dataset, of which as many documents are drawn as the servers hold.",
+        help="Lengths in tokens: a JSON list, used as it is, or the .idx file of a Megatron "
+        "dataset, from which a batch is drawn.",
     )
     documents.add_argument(
         "--distribution",
@@ -102,17 +102,17 @@ def build_parser() -> Parser:
         "--load",
         type=Path,
         metavar="FILE",
-        help="Show a plan that --save wrote. Flags of links, --server-speeds, --profile and those "
-        "of a model win over what was saved with it; flags that make a plan are refused.",
+        help="Show a plan from --save. Flags of links, speeds, --profile and the model override "
+        "the saved values; flags that make a plan are refused.",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
+        "--seed", type=int, default=0, metavar="N", help="Seed of the drawn documents."
     )
     parser.add_argument(
         "--max-document-length",
         type=int,
         metavar="TOKENS",
-        help="Cut longer documents into pieces of this length. Default: they stay whole.",
+        help="Longest document; longer ones are cut into pieces. Default: no limit.",
     )
     ranks = parser.add_argument_group("ranks (needed, unless --load is given)")
     ranks.add_argument(
@@ -122,19 +122,19 @@ def build_parser() -> Parser:
         help="Number of data-parallel ranks, each of which is an attention server.",
     )
     ranks.add_argument(
-        "--tokens-per-server", type=int, metavar="TOKENS", help="Tokens that a rank holds."
+        "--tokens-per-server", type=int, metavar="TOKENS", help="Tokens that each rank owns."
     )
     ranks.add_argument(
         "--server-speeds",
         metavar="S0,S1,...",
-        help="Speed of each server relative to the others, such as 1,1,0.5. Default: all equal.",
+        help="Relative speed of each server, such as 1,1,0.5. Default: equal.",
     )
     ranks.add_argument(
         "--servers-per-node",
         type=int,
         default=1,
         metavar="N",
-        help="Servers that share a node and its faster links.",
+        help="Servers of a node, which share its faster links.",
     )
     ranks.add_argument(
         "--node-gb-per-s",
@@ -163,48 +163,52 @@ def build_parser() -> Parser:
         type=float,
         default=0.1,
         metavar="X",
-        help="How far a server's load may be above the mean, as a fraction of it: more tolerance "
-        "moves fewer bytes.",
+        help="Largest load of a server above the mean, as a fraction of the mean. A larger "
+        "tolerance moves fewer bytes.",
     )
     schedule.add_argument(
         "--placement",
         choices=("free", "sequential"),
         default="free",
-        help="free: documents lie on the ranks as the scheduler likes best; sequential: one after "
-        "the other.",
+        help="free: the scheduler chooses the ranks of documents; sequential: documents lie one "
+        "after the other.",
     )
     schedule.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times that `distca profile` measured, to judge loads by. Default: pairs of "
-        "query and key are counted.",
+        help="Kernel times from `distca profile`, by which plans balance work. Default: query-key "
+        "pairs.",
     )
     schedule.add_argument(
         "--max-buffer-bytes",
         type=int,
         metavar="BYTES",
-        help="Most bytes that a server may receive for a layer (tiles only). Default: no bound.",
+        help="Most bytes that a server receives for a layer (tiles only). Default: no limit.",
     )
     schedule.add_argument(
         "--context-parallel-size",
         type=int,
         metavar="N",
-        help="Ranks that share documents under per-document-cp, ring-zigzag and wlb-llm, and the "
-        "longest one under hybrid-cp. Default: as few as the longest document needs.",
+        help="Ranks that share documents with per-document-cp, ring-zigzag and wlb-llm, and the "
+        "longest document with hybrid-cp. Default: the fewest that hold the longest "
+        "document.",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare",
         action="store_true",
-        help="Plan with every scheduler, and print one table, with plain data parallelism.",
+        help="Plan with every scheduler and plain data parallelism, and print one table.",
     )
     output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
     output.add_argument(
-        "--plot", type=Path, metavar="FILE", help="Draw the plan; the suffix says how (.png, .svg)."
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Draw the plan, in the format of the suffix (.png, .svg).",
     )
     output.add_argument(
-        "--save", type=Path, metavar="FILE", help="Write the plan as JSON, which --load reads."
+        "--save", type=Path, metavar="FILE", help="Write the plan as JSON for --load."
     )
     return parser
 

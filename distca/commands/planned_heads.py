@@ -52,9 +52,9 @@ def add_flags(parser: Parser) -> None:
         "--latent-rows",
         choices=LATENT_ROWS,
         default="auto",
-        help="What travels for keys and values of latent attention, as --distca-latent-rows in "
-        "training: on, latents, which servers expand; off, keys and values; auto, what takes less "
-        "time.",
+        help="As --distca-latent-rows in training, for multi-latent attention. on: latents "
+        "travel, and servers expand them; off: keys and values travel; auto: whichever takes "
+        "less time.",
     )
 
 
@@ -81,7 +81,7 @@ def add_shape_flags(group: Group, default: ModelSize | None = None) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="GPUs that divide the heads among them; figures are of one of them.",
+        help="GPUs that split the heads; figures are for one of them.",
     )
 
 

@@ -54,8 +54,8 @@ def build_parser() -> Parser:
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="Address at which vLLM reaches the ranks. Default: this machine alone. Whoever "
-        "reaches it is trusted.",
+        help="Address at which vLLM reaches the ranks. Everyone who can reach it is trusted. "
+        "Default: only this machine.",
     )
     network.add_argument("--port", type=int, default=8300, metavar="N", help="Default: 8300.")
     network.add_argument(
@@ -63,44 +63,44 @@ def build_parser() -> Parser:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="Time without a word after which vLLM computes a prompt itself. It must be longer "
-        "than a layer of --max-num-batched-tokens takes. Default: 10.",
+        help="Silence after which vLLM computes a prompt itself. It must exceed the time of one "
+        "layer of --max-num-batched-tokens tokens. Default: 10.",
     )
     network.add_argument(
         "--transfer",
         choices=("auto", "nixl", "tcp"),
         default="auto",
-        help="How keys and values go to vLLM: nixl writes them into memory of its device, tcp "
-        "sends them through the memory of the hosts. Default: nixl where both sides have it.",
+        help="How keys and values reach vLLM. nixl: written into memory of its device; tcp: sent "
+        "through host memory. auto: nixl where both sides have it.",
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--context-parallel-size",
         type=int,
         metavar="N",
-        help="Ranks that share a prompt's tokens. Default: 1, or all of torchrun's processes.",
+        help="Ranks that share a prompt. Default: 1, or all of torchrun's processes.",
     )
     ranks.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="T",
-        help="Processes of each of these ranks, neighbours that share every layer. It may differ "
-        "from vLLM's; one that divides vLLM's is best. Default: 1.",
+        help="Neighbouring processes that split every layer of a rank. It may differ from vLLM's; "
+        "a divisor of vLLM's is best. Default: 1.",
     )
     ranks.add_argument(
         "--context-parallel-threshold",
         type=int,
         default=0,
         metavar="N",
-        help="Tokens from which a prompt is shared out over ranks; shorter ones stay on one.",
+        help="Fewest tokens of a prompt that several ranks share; shorter ones stay on one rank.",
     )
     ranks.add_argument(
         "--max-restarts",
         type=int,
         default=1000,
         metavar="N",
-        help="How often the ranks start again after one of them failed. Default: 1000.",
+        help="Most restarts of the ranks after a failure. Default: 1000.",
     )
     tables = "searched, a table that `distca tune partitions` wrote"
     add_selection_flags(ranks, "auto", tables, splits_weights=False)
@@ -112,20 +112,24 @@ def build_parser() -> Parser:
     add_dtype_flag(engine)
     add_pool_flags(engine)
     engine.add_argument(
-        "--max-num-seqs", type=int, default=64, metavar="N", help="Most prompts that run."
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="Most prompts that run at the same time.",
     )
     engine.add_argument(
         "--max-num-batched-tokens",
         type=int,
         default=8192,
         metavar="N",
-        help="Most tokens of an iteration: longer prompts are computed in chunks. Default: 8192.",
+        help="Most tokens of an iteration; longer prompts are computed in chunks. Default: 8192.",
     )
-    add_timeout_flag(engine, 60.0, "and they start again")
+    add_timeout_flag(engine, 60.0, "after which the ranks restart")
     engine.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="Run code that the model's folder brings along.",
+        help="Run code from the model's folder.",
     )
     return parser
 

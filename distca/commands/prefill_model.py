@@ -23,16 +23,15 @@ def add_model_flags(parser: Parser) -> None:
         "--model-impl",
         choices=("auto", "vllm", "transformers"),
         default="auto",
-        help="Whose code computes the layers around attention. Default: vLLM's, the server's own, "
-        "where vLLM is installed and the model is of a family that was proved with it; else that "
-        "of transformers.",
+        help="Code of all layers except attention. auto: vllm where it is installed and the "
+        "model's class was tested with it, else transformers. Default: auto.",
     )
     parser.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
-        help="Most tokens of a prompt. Default: all positions of the model. Give what `vllm serve` "
-        "is given: some rotary embeddings depend on it.",
+        help="Most tokens of a prompt. Default: all positions of the model. Use the value of "
+        "`vllm serve`: some rotary embeddings depend on it.",
     )
 
 

@@ -191,14 +191,14 @@ def build_parser() -> Parser:
         help="Text files, .jsonl files, folders of them, or patterns.",
     )
     parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="Where a line of .jsonl has its text."
+        "--json-key", default="text", metavar="KEY", help="Key of the text in a line of .jsonl."
     )
     parser.add_argument(
         "--output-prefix",
         type=Path,
         required=True,
         metavar="PREFIX",
-        help="What the files are called: PREFIX.bin and PREFIX.idx.",
+        help="Prefix of the output files PREFIX.bin and PREFIX.idx.",
     )
     parser.add_argument(
         "--tokenizer-type",
@@ -211,7 +211,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="The tokenizer.json of HuggingFaceTokenizer, or the folder that it is in.",
+        help="tokenizer.json for HuggingFaceTokenizer, or its folder.",
     )
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="Number of token ids, for NullTokenizer."
@@ -227,9 +227,8 @@ def build_parser() -> Parser:
         "--bad-text",
         choices=("skip", "refuse"),
         default="skip",
-        help="skip: documents that are no UTF-8 text (binary files, other encodings, lone "
-        "surrogates) are left out, and listed in PREFIX_left_out.txt; refuse: the first one is an "
-        "error.",
+        help="skip: leave out documents that are not UTF-8 text, and list them in "
+        "PREFIX_left_out.txt; refuse: the first one is an error.",
     )
     parser.add_argument(
         "--workers",

@@ -51,18 +51,19 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
-        help="Number format. Default: bf16 on a GPU, whose kernels have no fp32; fp32 on a CPU.",
+        help="Data type. Default: bf16 on GPUs (their kernels have no fp32), fp32 on CPUs.",
     )
     parser.add_argument(
         "--max-length",
         type=int,
         default=4096,
         metavar="TOKENS",
-        help="Longest task that is measured, at least 64; longer ones are judged by its rate.",
+        help="Longest task that is measured, at least 64; longer tasks are assumed to run at its "
+        "rate.",
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads.")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="Where to write the times."
+        "--output", type=Path, required=True, metavar="FILE", help="Output file of the times."
     )
     return parser
 

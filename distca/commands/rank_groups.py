@@ -32,25 +32,24 @@ def add_group_flags(group: Group) -> None:
         "--rank-groups",
         default=ALL,
         metavar="NAME",
-        help="Which ranks share a prompt. all: every rank. cdsp: chunks of the prompt get groups "
-        "of ranks that grow from chunk to chunk, as measured times and the prompts that run say. "
-        "single-chunk: one such group for all of the prompt. greedy: the group that is done "
-        "first, however many ranks it has. fixed-N: groups of N ranks. Default: all.",
+        help="Which ranks share a prompt. all: every rank. cdsp: each chunk gets a group of ranks "
+        "that grows from chunk to chunk, by measured times and load. single-chunk: one such "
+        "group for the whole prompt. greedy: the group of any size that finishes first. "
+        "fixed-N: groups of N ranks. Default: all.",
     )
     group.add_argument(
         "--prefill-times",
         type=Path,
         metavar="FILE",
-        help="Seconds of prefills on groups of ranks, which `distca tune groups` measured. "
-        "--rank-groups needs them.",
+        help="Prefill times from `distca tune groups`, required by --rank-groups.",
     )
     group.add_argument(
         "--improvement-rates",
         type=Path,
         metavar="FILE",
-        help="JSON object of improvement rates by arrivals a second: the part of the time that a "
-        "larger group must save. [rate, ranks] bounds groups, too. Default: any improvement is "
-        "enough.",
+        help="JSON object of improvement rates by arrivals a second: the share of the time that a "
+        "larger group must save. [rate, ranks] also limits the group's ranks. Default: any "
+        "improvement.",
     )
     group.add_argument(
         "--smallest-chunk",

@@ -12,7 +12,7 @@ def add_dtype_flag(group: argparse._ArgumentGroup | Parser) -> None:
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="Number format of weights and rows. Default: bfloat16 on GPUs, float32 on CPUs.",
+        help="Data type of weights and activations. Default: bfloat16 on GPUs, float32 on CPUs.",
     )
 
 

@@ -30,15 +30,15 @@ def add_sparsity_flags(group: Group) -> None:
     group.add_argument(
         "--sparsity",
         metavar="FILE|P|P,Q",
-        help="What csps drops: a file of ratios, or P, the share of its node's keys that a rank "
-        "drops; of those farther away half as many stay for each level. Q is such a share of the "
-        "queries that see them, never of the last token's. 0 (default): nothing.",
+        help="What csps drops. P: share of the node's keys; each farther level keeps half as "
+        "much. Q: share of the queries that see them; the last token's query stays. FILE: "
+        "ratios by layer, head and level. Default: 0, nothing.",
     )
     group.add_argument(
         "--micro-partitions",
         metavar="M",
-        help="Parts in which keys of a level travel with csps, each during the kernels of the one "
-        "before: a number, or one for each level: 4,2. Default: 2.",
+        help="Parts in which csps sends the keys of a level, each during the kernels of the part "
+        "before: one number, or one for each level: 4,2. Default: 2.",
     )
     group.add_argument(
         "--ranks-per-node",
@@ -60,8 +60,8 @@ def add_node_parts_flag(group: Group | Parser) -> None:
     group.add_argument(
         "--node-parts",
         choices=NODE_PARTS,
-        help="Parts of a prompt that ranks of a node have with csps: in zigzag all compute equally "
-        "much, of contiguous ones fewer keys travel within the node. Default: zigzag.",
+        help="How csps divides a node's tokens over its ranks. zigzag: equal work; contiguous: "
+        "fewer keys travel inside the node. Default: zigzag.",
     )
 
 

@@ -89,8 +89,8 @@ def build_parser(command: str, kind: Kind) -> Parser:
         "--held",
         choices=HELD,
         default="evenly",
-        help="Which ranks hold the cached tokens: all ranks as after one prefill, all in stripes "
-        "as after decoding, or the first rank alone.",
+        help="Ranks that hold the cached tokens. evenly: all, as after one prefill; stripes: all, "
+        "as after decoding; first-rank: only the first.",
     )
     if kind == "prefill":
         add_selection_flags(ranks, "auto", SEARCHED)

@@ -53,10 +53,10 @@ def build_parser() -> Parser:
         "what",
         choices=("partitions",),
         metavar="partitions",
-        help="What is searched; see also `distca tune groups`, `distca tune overlap` and "
+        help="Search partitions; see also `distca tune groups`, `distca tune overlap` and "
         "`distca tune sparsity`.",
     )
-    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
     parser.add_argument(
         "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks of the chain."
     )
@@ -69,34 +69,35 @@ def build_parser() -> Parser:
         nargs="+",
         default=[4096, 8192, 16384, 32768, 65536, 131072],
         metavar="TOKENS",
-        help="Lengths of prompts. Default: 4,096 to 131,072, each twice the one before.",
+        help="Lengths of prompts. Default: 4,096 to 131,072, doubling.",
     )
     add_dtype_flag(parser)
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times that `distca profile` measured. Default: rates of an H100, or of a core "
-        "on CPUs.",
+        help="Kernel times from `distca profile`. Default: rates of an H100, or of one core on "
+        "CPUs.",
     )
     parser.add_argument(
         "--node-gb-per-s",
         type=float,
         metavar="X",
-        help="Speed of a rank's link to another. Default: NVLink's, or what processes reach.",
+        help="Speed of the link between two ranks. Default: NVLink's, or what processes reach on "
+        "CPUs.",
     )
     parser.add_argument(
         "--measure",
         choices=("cpu", "wall"),
-        help="Run prefills on the ranks of this machine, and compare the most CPU seconds of a "
-        "process, or the seconds to the first token.",
+        help="Time real ranks of this machine: cpu: CPU seconds of the busiest process; wall: "
+        "seconds to the first token. Default: simulate.",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=3,
         metavar="N",
-        help="Prefills of each partition with --measure, whose median counts.",
+        help="Prefills of each partition with --measure; the median counts.",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="The table, as JSON."

@@ -30,13 +30,13 @@ _STRIDE = 64
 def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("tune groups", __doc__.splitlines()[0], _EPILOG)
-    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
     parser.add_argument(
         "--context-parallel-size",
         type=int,
         required=True,
         metavar="N",
-        help="Ranks, each a process of this machine. Groups have 1, 2, 4, ... of them.",
+        help="Ranks, each a process of this machine. Groups have 1, 2, 4, ... ranks.",
     )
     parser.add_argument(
         "--lengths",
@@ -51,7 +51,7 @@ def build_parser() -> Parser:
         type=int,
         default=3,
         metavar="N",
-        help="Prefills of each length on each group, whose median counts. Default: 3.",
+        help="Prefills of each length on each group; the median counts. Default: 3.",
     )
     add_dtype_flag(parser)
     parser.add_argument(

@@ -31,13 +31,13 @@ already is kept, so an interrupted measurement goes on.
 def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("tune sparsity", f"{__doc__.splitlines()[0]}\n", _EPILOG)
-    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
     parser.add_argument(
         "--prompts",
         type=Path,
         required=True,
         metavar="FILE",
-        help="Prompts such as those to be served: a JSON list of texts, or of lists of token ids.",
+        help="Typical prompts: a JSON list of texts, or of lists of token ids.",
     )
     parser.add_argument(
         "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks that answer."
@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     )
     add_node_parts_flag(parser)
     parser.add_argument(
-        "--samples", type=int, default=24, metavar="N", help="Sparsities to run on each prompt."
+        "--samples", type=int, default=24, metavar="N", help="Sparsities to measure on each prompt."
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Seed of sparsities and needles."

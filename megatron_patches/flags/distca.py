@@ -24,58 +24,58 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--distca",
         action="store_true",
-        help="Compute core attention on attention servers: every rank of the same tensor-parallel "
-        "index serves the documents of all. Off: plain Megatron on the same data.",
+        help="Compute core attention on attention servers: every rank can compute tasks of all "
+        "ranks with the same tensor-parallel index. Off: plain Megatron on the same data.",
     )
     group.add_argument(
         "--distca-scheduler",
         choices=list(SCHEDULERS),
         default="tiles",
-        help="Who owns which tokens and who computes which task. tiles: placement and tiles of "
-        "queries and keys, with the fewest bytes on the busiest rank; greedy: the paper's; the "
-        "others are baselines in which no query moves.",
+        help="Decides which rank owns which tokens and computes which task. tiles: moves tiles of "
+        "queries and keys, with the fewest bytes on the busiest rank; greedy: the paper's "
+        "scheduler; the others are baselines that move no queries.",
     )
     group.add_argument(
         "--distca-placement",
         choices=PLACEMENTS,
         default="free",
-        help="free: documents lie on the ranks, and in the micro-batches of a global batch, as the "
-        "scheduler likes best; sequential: one after the other, as in the paper. The loss is the "
-        "same.",
+        help="free: the scheduler chooses the ranks and micro-batches of a global batch's "
+        "documents; sequential: documents lie one after the other, as in the paper. The loss "
+        "is the same.",
     )
     group.add_argument(
         "--distca-tolerance",
         type=float,
         default=0.1,
-        help="How far a server's load may be above the mean, as a fraction of it.",
+        help="Largest load of a server above the mean, as a fraction of the mean.",
     )
     group.add_argument(
         "--distca-max-buffer-bytes",
         type=int,
         default=None,
         metavar="BYTES",
-        help="A server never receives more queries, keys and values to compute a layer (tiles "
-        "only). Default: no bound.",
+        help="Most bytes of queries, keys and values that a server receives for a layer (tiles "
+        "only). Default: no limit.",
     )
     group.add_argument(
         "--distca-gpus-per-node",
         type=int,
         default=None,
         metavar="N",
-        help="GPUs that share a node: bytes between them are cheaper (tiles only). Default: as "
-        "many as torchrun starts processes on a node; without it, all are equally far apart.",
+        help="GPUs of a node; bytes between them are cheaper (tiles only). Default: the processes "
+        "that torchrun starts on a node; without torchrun, all GPUs are equally far apart.",
     )
     group.add_argument(
         "--distca-node-gb-per-s",
         type=float,
         default=450.0,
-        help="Speed of the links inside a node, a GPU and direction.",
+        help="Speed of the links inside a node, in GB/s for each GPU and direction.",
     )
     group.add_argument(
         "--distca-network-gb-per-s",
         type=float,
         default=50.0,
-        help="Speed of the network between nodes, a GPU and direction.",
+        help="Speed of the network between nodes, in GB/s for each GPU and direction.",
     )
     group.add_argument(
         "--distca-server-speeds",
@@ -83,41 +83,42 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         nargs="+",
         default=None,
         metavar="SPEED",
-        help="Relative speeds of the attention servers where GPUs are unequal: the data-parallel "
-        "ranks of the first stage, of the second, ..., dedicated servers (tiles only).",
+        help="Relative speeds of unequal attention servers: the data-parallel ranks of the first "
+        "stage, of the second, ..., then dedicated servers (tiles only).",
     )
     group.add_argument(
         "--distca-servers",
         type=_dedicated_processes,
         default=0,
         metavar="inplace|dedicated:N",
-        help="inplace: every rank is an attention server, and there are no others. dedicated:N: "
-        "the last N processes of the job are attention servers that hold no model, and Megatron's "
-        "sizes are those of the processes before them. Dedicated servers count as "
-        "one server for each tensor-parallel group. Default: inplace.",
+        help="inplace: every rank is an attention server. dedicated:N: the last N processes only "
+        "compute attention and hold no model; Megatron's sizes count the other processes. "
+        "Dedicated servers count as one server for each tensor-parallel group. Default: "
+        "inplace.",
     )
     group.add_argument(
         "--distca-context-parallel-size",
         type=int,
         default=None,
         metavar="N",
-        help="Ranks that share documents under per-document-cp, ring-zigzag and wlb-llm. Default: "
-        "as few as the longest document needs.",
+        help="Ranks that share documents with per-document-cp, ring-zigzag and wlb-llm. Default: "
+        "the fewest that hold the longest document.",
     )
     group.add_argument(
         "--distca-backward",
         choices=BACKWARD_INPUTS,
         default="resend",
-        help="resend: the backward pass sends the kernels' inputs again and servers keep nothing; "
-        "keep: servers keep them, for fewer bytes and more memory.",
+        help="resend: the backward pass sends the kernels' inputs again; keep: servers keep them, "
+        "which moves fewer bytes and needs more memory.",
     )
     group.add_argument(
         "--distca-latent-rows",
         choices=LATENT_ROWS,
         default="auto",
-        help="With --multi-latent-attention, on: latents travel, which servers expand by their own "
-        "copy of the layer's weight, so not to other pipeline stages; off: keys and values; auto: "
-        "latents where they can, and where the bytes saved take longer than expanding again.",
+        help="With --multi-latent-attention. on: latents travel, and servers expand them with "
+        "their own copy of the layer's weight, so they stay in a pipeline stage; off: keys "
+        "and values travel; auto: latents where possible, if the saved bytes take longer than"
+        " expanding them again.",
     )
     group.add_argument(
         "--distca-ping-pong",
@@ -128,98 +129,97 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--distca-cuda-graphs",
         action="store_true",
-        help="Replay CUDA graphs of what surrounds core attention in each layer: fewer launches, "
-        "more memory. Not run on any GPU yet.",
+        help="Capture the layers around core attention in CUDA graphs: fewer launches, more "
+        "memory. No GPU has run it.",
     )
     group.add_argument(
         "--distca-sm-margin",
         type=int,
         default=0,
         metavar="N",
-        help="Multiprocessors that FlashAttention 3 leaves to exchanges, as `distca tune overlap` "
-        "finds them. Not run on any GPU yet.",
+        help="SMs that FlashAttention 3 leaves free for exchanges; `distca tune overlap` measures "
+        "the best number. No GPU has run it.",
     )
     group.add_argument(
         "--distca-transport",
         choices=TRANSPORTS,
         # Not auto: on GPUs that would be a transport that no GPU has run yet.
         default="collective",
-        help="What moves rows. collective: NCCL on GPUs, gloo on CPUs; shm: memory that processes "
-        "of one machine share (CPUs); nvshmem: one-sided puts (GPUs); auto: nvshmem on GPUs where "
-        "it starts, else collective.",
+        help="Moves rows between ranks. collective: NCCL on GPUs, gloo on CPUs; shm: shared memory"
+        " between CPU processes of one machine; nvshmem: one-sided puts between GPUs; auto: "
+        "nvshmem on GPUs where it starts, else collective.",
     )
     group.add_argument(
         "--distca-nvshmem-mode",
         choices=NVSHMEM_MODES,
         default="kernel",
-        help="nvshmem copies by a kernel on few SMs, or by copy engines, which leave all SMs to "
-        "compute.",
+        help="kernel: a kernel on few SMs copies; copy-engine: copy engines copy, which leaves all"
+        " SMs to compute.",
     )
     group.add_argument(
         "--distca-nccl-max-ctas",
         type=int,
         default=MAX_CTAS,
         metavar="N",
-        help="An exchange over NCCL takes at most N thread blocks, each of which fills most of an "
-        "SM, also while it waits for a rank that is late. More for faster links than a network "
-        f"card's. A power of two, at most {MOST_CTAS}.",
+        help="Most thread blocks of an exchange over NCCL. Each occupies most of an SM, also while"
+        " it waits for a late rank. Use more on links faster than a network card. A power of "
+        f"two, at most {MOST_CTAS}.",
     )
     group.add_argument(
         "--distca-ablation",
         choices=ABLATIONS,
         default="none",
-        help="To measure: single-stream waits for every exchange where it starts; signal moves one "
-        "byte for each message, so losses mean nothing.",
+        help="For measurements. single-stream: wait for every exchange where it starts; signal: "
+        "send one byte for each message, so that losses mean nothing.",
     )
     group.add_argument(
         "--distca-pool-stages",
         action=BooleanOptionalAction,
         default=True,
-        help="The attention servers of all pipeline stages share the tasks of a tick. Without it "
-        "each stage's keep their own.",
+        help="Attention servers of all pipeline stages share the tasks of a tick. Off: only those "
+        "of the same stage.",
     )
     group.add_argument(
         "--distca-max-in-flight",
         type=int,
         default=None,
         metavar="N",
-        help="A pipeline stage keeps the activations of at most N micro-batches, for more ticks. "
-        "Default: no bound.",
+        help="Most micro-batches whose activations a pipeline stage holds; fewer need more ticks. "
+        "Default: no limit.",
     )
     group.add_argument(
         "--distca-chain",
         type=int,
         default=1,
         metavar="N",
-        help="N micro-batches in turn share documents, which so may be longer than a micro-batch: "
-        "they go back in the opposite order. For pipelines, where more and smaller micro-batches "
-        "leave less idle and need less memory.",
+        help="Consecutive micro-batches that share documents, which may then be longer than a "
+        "micro-batch. For pipelines: more and smaller micro-batches leave less idle time and "
+        "need less memory.",
     )
     group.add_argument(
         "--distca-pool-size",
         type=int,
         default=None,
         metavar="N",
-        help="Ranks of a server pool: each N neighbouring data-parallel ranks share attention "
-        "among themselves alone. Documents are assigned to pools by all their work, so that an "
-        "iteration takes all pools equally long. Default: one pool of all ranks.",
+        help="Ranks of a server pool: each N neighbouring data-parallel ranks share attention only"
+        " with each other. Documents are assigned to pools by their total work. Default: one "
+        "pool of all ranks.",
     )
     group.add_argument(
         "--distca-token-pairs",
         type=float,
         default=None,
         metavar="PAIRS",
-        help="With --distca-pool-size, the pairs of a query and a key whose attention takes as "
-        "long as the other layers of a token: `distca simulate` prints it. Default: as many as "
-        "take equally many operations.",
+        help="With --distca-pool-size: query-key pairs whose attention takes as long as the other "
+        "layers of one token; `distca simulate` prints it. Default: by the number of "
+        "operations.",
     )
     group.add_argument(
         "--distca-trace",
         type=Path,
         default=None,
         metavar="FILE",
-        help="Write a timeline of all ranks' ticks, exchanges and kernels, to be opened at "
-        "ui.perfetto.dev.",
+        help="Write a timeline of all ranks' ticks, exchanges and kernels, for ui.perfetto.dev.",
     )
     group.add_argument(
         "--distca-trace-iterations",
@@ -227,44 +227,45 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         nargs=2,
         default=(2, 3),
         metavar=("FIRST", "LAST"),
-        help="Iterations on the timeline, counted from 1 where the process starts. Default: 2 3.",
+        help="First and last iteration of the timeline, counted from 1 at the start of the "
+        "process. Default: 2 3.",
     )
     group.add_argument(
         "--distca-profile",
         type=Path,
         default=None,
         metavar="FILE",
-        help="Kernel times measured by `distca profile`, to judge loads by. Without it an analytic "
-        "model by pair counts serves.",
+        help="Kernel times measured by `distca profile`, by which plans balance work. Default: "
+        "query-key pairs.",
     )
     group.add_argument(
         "--distca-max-document-length",
         type=int,
         default=None,
         metavar="TOKENS",
-        help="Documents are cut into pieces of at most this many tokens, which are shuffled. "
-        "Default: the window, data-parallel size times --seq-length (times --distca-chain); a "
-        "resumed run keeps its checkpoint's. Also applies without --distca.",
+        help="Longest document; longer ones are cut into pieces, which are shuffled. Default: the "
+        "window, data-parallel size times --seq-length (times --distca-chain); a resumed run "
+        "keeps its checkpoint's. Also applies without --distca.",
     )
     group.add_argument(
         "--distca-whole-documents",
         action="store_true",
-        help="Documents are not cut: they lie in packs of --distca-max-document-length tokens, of "
-        "which padding without loss fills the rest; a longer one is refused. The default pack is "
-        "the window, or --seq-length without --distca. --sft does so in any case.",
+        help="Never cut documents: they fill packs of --distca-max-document-length tokens, with "
+        "padding that has no loss; longer documents are refused. Default pack: the window, or"
+        " --seq-length without --distca. --sft always does this.",
     )
     group.add_argument(
         "--distca-share-prefixes",
         action="store_true",
-        help="With --sft: conversations whose first tokens are equal, such as several answers to a "
-        "prompt, hold these once, and attention to them is computed once. The loss is that of the "
-        "conversations one by one. Needs --distca, and --no-distca-ping-pong.",
+        help="With --sft: compute the tokens that conversations share at their beginnings once. "
+        "The loss is that of the conversations one by one. Needs --distca and "
+        "--no-distca-ping-pong.",
     )
     group.add_argument(
         "--distca-documents",
         default=None,
         metavar="MODULE:FUNCTION",
-        help="A function of (args, split) that gives the documents of train, valid and test, "
+        help="Function of (args, split) that returns the documents of train, valid and test, "
         "instead of --data-path. Also applies without --distca.",
     )
     # Arguments without a flag, which a checkpoint notes (`batches/resuming.py`).

@@ -63,9 +63,7 @@ def build_parser() -> Parser:
         help="Write profile.json, for --distca-profile in training and --profile of `distca plan`, "
         "and cluster.json, for --cluster of `distca simulate`.",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="Print one JSON object when all has ended."
-    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object at the end.")
     return parser
 
 
