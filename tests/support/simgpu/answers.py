@@ -78,6 +78,7 @@ def answers_of(
     at_once: bool = False,
     penalties: Mapping[str, float] | None = None,
     room: int | None = None,
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Answers with a model; returns tokens, races and what each step asked of the GPU.
 
@@ -91,6 +92,7 @@ def answers_of(
         penalties: fields of `Penalties`, for all answers.
         room: free bytes of a GPU. The pool takes what is left of them, but for a MiB; None: the
             pool is small, and the GPU has more.
+        eager: whether decode steps run without graphs.
     """
     import torch
     import torch.distributed as dist
@@ -115,6 +117,7 @@ def answers_of(
         cache_bytes=1 << 24 if room is None else None,
         gpu_utilization=1 - 2**20 / Machine().capacity,
         max_num_seqs=8,
+        enforce_eager=eager,
     )
     others = None
     if room is not None:
