@@ -179,7 +179,7 @@ class AttentionRunner:
         return _PartRun(calls, needed, sparse)
 
     def _on_device(self, index: torch.Tensor) -> torch.Tensor:
-        return index.to(self._device)
+        return copy_to(index, self._device)
 
     def _decode(self, part: DecodeBatch) -> _PartRun:
         transport, kernel = self._core.transport, self._kernel

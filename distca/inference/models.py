@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from distca.attention.fused import load_fused_kernels
 from distca.checkpoints.weights import Checkpoint
 from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
+from distca.inference.fused_layers import fuse_layers
 from distca.inference.runnable import RunnableModel
 from distca.inference.tensor_parallel import (
     ALONE,
@@ -236,7 +238,10 @@ class ServedModel:
         """
         register(need_transformers())
         if computes:
-            return TransformersModel(self.load(device, ranks=ranks))
+            model, kernels = self.load(device, ranks=ranks), load_fused_kernels(device.type)
+            if kernels is not None:
+                fuse_layers(model, kernels)
+            return TransformersModel(model)
         return TransformersModel(self.checkpoint.outline(IMPLEMENTATION, self.dtype))
 
 

@@ -55,6 +55,7 @@ LEFT_OUT = {
     "megatron_patches/pipeline/planned_data.py": "of the whole loop",
     "megatron_patches/pipeline/processes.py Processes.share_places": "waits for a store",
     "megatron_patches/batches/packed.py": "of runs without --distca",
+    "megatron_patches/batches/micro_batch.py sum_loss": "targets of shared conversations",
     "megatron_patches/loop/finite.py": "of the whole loop, over gloo",
     "megatron_patches/loop/late_ranks.py": "of the whole loop, over gloo",
     "megatron_patches/loop/step_log.py": "of the whole loop, over gloo",

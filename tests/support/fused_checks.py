@@ -51,7 +51,7 @@ class _Both:
         self._kernel, self._stand_in, self.launches = kernel, stand_in, 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
+        def call(*arguments: Any, **options: bool) -> None:
             memory: dict[int, torch.UntypedStorage] = {}
 
             def copied(value: Any) -> Any:
@@ -69,8 +69,8 @@ class _Both:
 
             kept: list[torch.UntypedStorage] = []
             copies = copied(arguments)
-            self._stand_in[grid](*copies)
-            self._kernel[grid](*arguments)
+            self._stand_in[grid](*copies, **options)
+            self._kernel[grid](*arguments, **options)
             self.launches += 1
             _assert_same(arguments, copies)
 
@@ -89,7 +89,7 @@ def _assert_same(found: Any, expected: Any) -> None:
 def fused() -> FusedKernels:
     """The fused kernels, as the interpreter runs them."""
     stands = stand_ins(lambda name, reads, writes, call: call(*reads, *writes), lambda each: each)
-    names = ("make_rows", "merge_rows", "finish_outputs")
+    names = ("make_rows", "merge_rows", "finish_outputs", "normalize_rows", "rotate_heads")
     both = {name: _Both(getattr(triton_kernels, name), getattr(stands, name)) for name in names}
     return FusedKernels(type("Kernels", (), both))
 
@@ -205,6 +205,43 @@ def outputs_are_finished() -> None:
         assert (packed[:, -8:] == 7).all()
         assert torch.equal(into_lse, lse.T.masked_fill(torch.inf == lse.T, -torch.inf))
         fused().finish_outputs(found, lse, found, into_lse)
+
+
+ROUNDED = torch.float32, torch.float16
+"""Dtypes to which the interpreter rounds as GPUs do; it cuts bfloat16 off."""
+
+
+@check
+def rows_are_normalized() -> None:
+    """As by torch's operators, within a rounding: single rows and many, of any width."""
+    for dtype in ROUNDED:
+        for shape in ((1, 5), (3, 64), (2, 70, 96), (1, 3000), (0, 8)):
+            rows, weight = _rows(*shape, dtype=dtype), _rows(shape[-1], dtype=dtype, seed=1)
+            for rounds, added in ((True, 0.0), (False, 1.0)):
+                found = fused().normalize_rows(rows, weight, 1e-5, rounds, added)
+                normed = rows.float()
+                normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + 1e-5)
+                normed = normed.to(dtype).float() if rounds else normed
+                expected = (normed * (weight.float() + added)).to(dtype)
+                rounding = 1e-5 if dtype == torch.float32 else 2**-9
+                torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-6)
+
+
+@check
+def heads_are_rotated() -> None:
+    """To the bit, of heads that lie apart, too."""
+    for dtype in ROUNDED:
+        for rows, heads, kv_heads, size in ((1, 4, 2, 16), (5, 3, 3, 24), (2, 40, 8, 128)):
+            q, k = (
+                _rows(rows, 2 * count, size, dtype=dtype)[:, ::2] for count in (heads, kv_heads)
+            )
+            cos, sin = (_rows(rows, size, dtype=dtype, seed=seed) for seed in (2, 3))
+            found = fused().rotate_heads(q, k, cos, sin)
+            for mine, source in zip(found, (q, k), strict=True):
+                first, second = source.split(size // 2, -1)
+                c, s = (each[:, None, : size // 2] for each in (cos, sin))
+                expected = torch.cat([first * c - second * s, second * c + first * s], -1)
+                assert torch.equal(mine, expected), dtype
 
 
 def _messages(width: int, keys: bool) -> tuple[Any, QAndKV, torch.Tensor]:

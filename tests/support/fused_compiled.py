@@ -6,6 +6,7 @@ It writes what it found to standard output, as JSON: for each GPU and launch wha
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -21,8 +22,12 @@ from distca.attention.merge import Sums, lse_merge, sums_by_row
 CAPABILITIES = 80, 90, 100
 PLANS = 5, 16
 """Rows of two plans; numbers that are multiples of 16 would be a kind of their own."""
+_KERNELS = "make_rows", "merge_rows", "finish_outputs", "normalize_rows", "rotate_heads"
 GQA, MLA = (32, 8, 128, 128), (16, 16, 192, 128)
 """Heads of queries and of keys, elements of a key's head and of a value's."""
+
+
+_ARITHMETIC = re.compile(r"(?:mul|add|sub|fma)\.rn\.bf16")
 
 
 class _Machine:
@@ -48,11 +53,13 @@ class _Compiled:
         self.kernel, self.made = kernel, list[Any]()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.made.append(self.kernel.warmup(*arguments, grid=grid))
+        return lambda *arguments, **options: self.made.append(
+            self.kernel.warmup(*arguments, grid=grid, **options)
+        )
 
 
 def launches(kernels: FusedKernels, rows: int, heads: tuple[int, ...], dtype: torch.dtype) -> None:
-    """One launch of each kind: copies to messages, calls' rows, sums, a merge, outputs."""
+    """One launch of each kind: copies to messages, calls' rows, sums, a merge, outputs, layers'."""
     of_q, of_kv, key_dim, value_dim = heads
     q, k, v = (
         torch.empty(rows, number, size, dtype=dtype)
@@ -81,6 +88,8 @@ def launches(kernels: FusedKernels, rows: int, heads: tuple[int, ...], dtype: to
     merge = lse_merge(np.arange(rows) // 2, rows)
     kernels.merge_rows(out, lse, merge, RowMemory(out.clone()), RowMemory(lse.clone()))
     kernels.finish_outputs(out, lse.T.contiguous(), out.clone(), lse)
+    kernels.normalize_rows(q.flatten(1), q[0].flatten(), 1e-5, rounds=True)
+    kernels.rotate_heads(q, k, q[:, 0], q[:, 0])
 
 
 def main() -> dict[str, Any]:
@@ -92,10 +101,7 @@ def main() -> dict[str, Any]:
             ("GQA, bfloat16", GQA, torch.bfloat16),
             ("MLA, float32", MLA, torch.float32),
         )[: 1 + (capability == CAPABILITIES[0])]:
-            compiled = {
-                each: _Compiled(getattr(triton_kernels, each))
-                for each in ("make_rows", "merge_rows", "finish_outputs")
-            }
+            compiled = {each: _Compiled(getattr(triton_kernels, each)) for each in _KERNELS}
             kernels = FusedKernels(type("Kernels", (), compiled))
             for rows in PLANS:
                 launches(kernels, rows, heads, dtype)
@@ -109,6 +115,7 @@ def main() -> dict[str, Any]:
                         "wide loads": ptx.count("ld.global.v4.b32"),
                         "wide stores": ptx.count("st.global.v4.b32"),
                         "rounds to nearest": "cvt.rn.bf16" in ptx,
+                        "bfloat16 arithmetic": len(_ARITHMETIC.findall(ptx)),
                         "serves any plan": kernel is its.made[half + number],
                     }
     return found

@@ -3,7 +3,8 @@
 Each does in one launch what torch's operators do in many; these stay as the reference, and are what
 runs on CPUs and where triton is not installed. `make_rows` copies rows, or sums them, from and to
 wherever they lie; `merge_rows` merges partial outputs by their LSE; `finish_outputs` writes what an
-attention kernel returned. None has run on a GPU yet.
+attention kernel returned. `normalize_rows` and `rotate_heads` are norms and rotary embeddings of
+models that are served. None has run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -214,6 +214,70 @@ class FusedKernels:
             columns,
         )
 
+    def normalize_rows(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        rounds: bool = False,
+        added: float = 0.0,
+    ) -> torch.Tensor:
+        """Divides rows by the root of their mean square, and multiplies them by a weight.
+
+        Args:
+            rows: rows, `[..., width]`.
+            weight: factor of each element, `[width]`.
+            eps: is added to the mean square.
+            rounds: whether rows are rounded to their dtype before they are multiplied.
+            added: is added to the weight.
+
+        Returns:
+            The results, like the rows, contiguous.
+        """
+        rows = rows.contiguous()
+        into, width = torch.empty_like(rows), rows.shape[-1]
+        total = rows.numel() // width
+        if total:
+            columns = _power_of_2(width)
+            at_once = max(1, _TILE // columns)
+            self._kernels.normalize_rows[(-(-total // at_once),)](
+                *(rows, weight, into, encoded((total,)), eps),
+                *(width, rounds, added, at_once, columns),
+            )
+        return into
+
+    def rotate_heads(
+        self, q_THD: torch.Tensor, k_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates queries and keys by the angles of their rows.
+
+        Args:
+            q_THD: queries, `[rows, heads, head_dim]`, whose heads may lie apart.
+            k_THD: keys, `[rows, kv_heads, head_dim]`, likewise.
+            cos_TF: cosines of each row's angles, the first `head_dim / 2` of a row.
+            sin_TF: sines, likewise.
+
+        Returns:
+            Both, rotated, contiguous.
+        """
+        into_q, into_k = q_THD.new_empty(q_THD.shape), k_THD.new_empty(k_THD.shape)
+        rows, heads, head_dim = q_THD.shape
+        kv_heads, half = k_THD.shape[1], head_dim // 2
+        if rows:
+            strides = *q_THD.stride()[:2], *k_THD.stride()[:2], cos_TF.stride(0), sin_TF.stride(0)
+            unit = math.gcd(_LOAD_BYTES // q_THD.itemsize, *strides)
+            columns, most = _power_of_2(half), max(heads, kv_heads)
+            at_once = min(_power_of_2(most), max(1, _TILE // columns))
+            tensors = q_THD, k_THD, cos_TF, sin_TF, into_q, into_k
+            self._kernels.rotate_heads[rows, -(-most // at_once)](
+                *tensors,
+                encoded(each // unit for each in strides),
+                *(heads, kv_heads, half, unit, at_once, columns),
+                # Else a product that is added would not be rounded.
+                enable_fp_fusion=False,
+            )
+        return into_q, into_k
+
 
 def encoded(numbers: Iterable[int]) -> tuple[int, ...]:
     """Encodes numbers for kernels, as odd ones from 3 on.

@@ -297,3 +297,128 @@ def finish_outputs(
             wanted = is_row & (column < WIDTH)
             copied = tl.load(found + row * _number(strides[0]) * UNIT + column, mask=wanted)
             tl.store(into + row * _number(strides[2]) * UNIT + column, copied, mask=wanted)
+
+
+@triton.jit
+def normalize_rows(
+    source,
+    weight,
+    into,
+    counts,
+    eps,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    ADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Divides rows by the root of their mean square, and multiplies them by a weight.
+
+    It computes in float32. A program handles some rows.
+
+    Args:
+        source: rows, one behind the other.
+        weight: factor of each element.
+        into: where the results go, likewise.
+        counts: number of rows.
+        eps: is added to the mean square.
+        WIDTH: elements of a row.
+        ROUNDS: whether rows are rounded before they are multiplied, and then again.
+        ADDED: is added to the weight.
+        ROWS: rows of a program, a power of two.
+        COLUMNS: least power of two that is no less than `WIDTH`.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    wanted = (row < _number(counts[0])) & (column < WIDTH)
+    at = row.to(tl.int64) * WIDTH + column
+    found = tl.load(source + at, mask=wanted, other=0.0).to(tl.float32)
+    square = tl.sum(found * found, axis=1) / WIDTH
+    found = found * tl.rsqrt(square + eps)[:, None]
+    if ROUNDS:
+        found = found.to(into.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + ADDED
+    tl.store(into + at, (found * factor).to(into.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def rotate_heads(
+    queries,
+    keys,
+    cos,
+    sin,
+    into_queries,
+    into_keys,
+    strides,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rotates the heads of queries and of keys by the angles of their rows.
+
+    An element of a head's first half turns with that of its second half. Each product and each sum
+    is rounded, as torch's operators round them. A program handles some heads of a row.
+
+    Args:
+        queries: queries; their heads' elements lie side by side.
+        keys: keys of the same rows, likewise.
+        cos: cosines of each row's angles, the first `HALF` of them.
+        sin: sines, likewise.
+        into_queries: where queries go, `[rows, heads, 2 * HALF]`, one behind the other.
+        into_keys: where keys go, likewise.
+        strides: of rows and of heads of `queries`, the same of `keys`, of rows of `cos` and `sin`,
+            in units of `UNIT`.
+        HEADS: heads of queries.
+        KV_HEADS: heads of keys.
+        HALF: half of a head's elements.
+        UNIT: elements that strides are multiples of.
+        HEADS_AT_ONCE: heads of a program, a power of two.
+        COLUMNS: least power of two that is no less than `HALF`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    is_column = column < HALF
+    c = tl.load(cos + row * _number(strides[4]) * UNIT + column, mask=is_column, other=0.0)
+    s = tl.load(sin + row * _number(strides[5]) * UNIT + column, mask=is_column, other=0.0)
+    first_head = tl.program_id(1) * HEADS_AT_ONCE
+    if first_head < HEADS:
+        of_row = queries + row * _number(strides[0]) * UNIT
+        target = into_queries + row * (HEADS * 2 * HALF)
+        stride = _number(strides[1])
+        _rotate(of_row, stride, target, first_head, c, s, HEADS, HALF, UNIT, HEADS_AT_ONCE)
+    if first_head < KV_HEADS:
+        of_row = keys + row * _number(strides[2]) * UNIT
+        target = into_keys + row * (KV_HEADS * 2 * HALF)
+        stride = _number(strides[3])
+        _rotate(of_row, stride, target, first_head, c, s, KV_HEADS, HALF, UNIT, HEADS_AT_ONCE)
+
+
+@triton.jit
+def _rotate(
+    source,
+    stride,
+    into,
+    first_head,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+):
+    head = (first_head + tl.arange(0, HEADS_AT_ONCE)).to(tl.int64)[:, None]
+    column = tl.arange(0, cos.shape[0])[None, :]
+    wanted = (head < HEADS) & (column < HALF)
+    at = source + head * stride * UNIT + column
+    first = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=wanted, other=0.0).to(tl.float32)
+    dtype = into.dtype.element_ty
+    c, s = cos.to(tl.float32)[None, :], sin.to(tl.float32)[None, :]
+    to = into + head * (2 * HALF) + column
+    turned = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
+    tl.store(to, turned.to(dtype), mask=wanted)
+    turned = (second * c).to(dtype).to(tl.float32) + (first * s).to(dtype).to(tl.float32)
+    tl.store(to + HALF, turned.to(dtype), mask=wanted)

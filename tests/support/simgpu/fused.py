@@ -31,7 +31,7 @@ def install(native: Any) -> None:
 def stand_ins(launch: Launch, as_cpu: Callable[[Any], Any]) -> types.ModuleType:
     """A module with a stand-in for each kernel, to be launched as they are."""
     module = types.ModuleType(MODULE)
-    for function in (make_rows, merge_rows, finish_outputs):
+    for function in (make_rows, merge_rows, finish_outputs, normalize_rows, rotate_heads):
         setattr(module, function.__name__, _Kernel(function, launch, as_cpu))
     return module
 
@@ -43,7 +43,8 @@ class _Kernel:
     as_cpu: Callable[[Any], Any]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
+        def call(*arguments: Any, **options: bool) -> None:
+            assert options.keys() <= {"enable_fp_fusion"}, options
             assert all(0 < each < 2**31 for each in grid), f"no grid: {grid}"
             assert all(each < 2**16 for each in grid[1:]), f"no grid: {grid}"
             self.function(self, grid, *arguments)
@@ -369,3 +370,86 @@ def finish_outputs(
             target[1].copy_(source[1])
 
     kernel.launch("distca::finish_outputs", reads, writes, call)
+
+
+def normalize_rows(
+    kernel: _Kernel,
+    grid: tuple[int, ...],
+    source: Any,
+    weight: Any,
+    into: Any,
+    counts: tuple[int],
+    eps: float,
+    width: int,
+    rounds: bool,
+    added: float,
+    block: int,
+    columns: int,
+) -> None:
+    """See `triton_kernels.normalize_rows`."""
+    (rows,) = _numbers(counts)
+    assert block & (block - 1) == columns & (columns - 1) == 0
+    assert columns >= width == len(weight)
+    assert grid[0] * block >= rows > 0
+    for each in (source, weight, into):
+        assert each.is_contiguous(), "rows lie apart"
+    assert source.numel() == into.numel() == rows * width
+    assert source.dtype == into.dtype
+    _check_unread([source, weight], [into])
+    _check_placed([source, weight, into])
+
+    def call(source: Any, weight: Any, into: Any) -> None:
+        found = source.float()
+        found = found * (found.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+        found = found.to(into.dtype).float() if rounds else found
+        into.copy_(found * (weight.float() + added))
+
+    kernel.launch("distca::normalize_rows", [source, weight], [into], call)
+
+
+def rotate_heads(
+    kernel: _Kernel,
+    grid: tuple[int, ...],
+    queries: Any,
+    keys: Any,
+    cos: Any,
+    sin: Any,
+    into_queries: Any,
+    into_keys: Any,
+    strides: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+    half: int,
+    unit: int,
+    at_once: int,
+    columns: int,
+) -> None:
+    """See `triton_kernels.rotate_heads`."""
+    import torch
+
+    rows, pairs = grid[0], ((queries, into_queries, heads), (keys, into_keys, kv_heads))
+    of = [each * unit for each in _numbers(strides)]
+    assert 0 < unit * queries.itemsize <= 16
+    assert at_once & (at_once - 1) == columns & (columns - 1) == 0
+    assert columns >= half
+    assert grid[1] * at_once >= max(heads, kv_heads)
+    for number, (source, into, count) in enumerate(pairs):
+        assert source.shape == into.shape == (rows, count, 2 * half)
+        assert source.stride() == (of[2 * number], of[2 * number + 1], 1)
+        assert into.is_contiguous()
+        assert source.dtype == into.dtype
+    for number, each in enumerate((cos, sin)):
+        assert each.shape[0] == rows
+        assert each.shape[1] >= half
+        assert each.stride() == (of[4 + number], 1)
+    reads, writes = [queries, keys, cos, sin], [into_queries, into_keys]
+    _check_unread(reads, writes)
+    _check_placed([*reads, *writes])
+
+    def call(q: Any, k: Any, c: Any, s: Any, into_q: Any, into_k: Any) -> None:
+        c, s = (each[:, None, :half] for each in (c, s))
+        for source, into in ((q, into_q), (k, into_k)):
+            first, second = source.split(half, -1)
+            into.copy_(torch.cat([first * c - second * s, second * c + first * s], -1))
+
+    kernel.launch("distca::rotate_heads", reads, writes, call)

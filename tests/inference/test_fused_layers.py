@@ -1,0 +1,84 @@
+"""Fused norms and rotary embeddings compute what the layers of transformers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from distca.attention.fused import FusedKernels
+from distca.inference.fused_layers import fuse_layers
+from support.simgpu.fused import stand_ins
+from support.small_models import FAMILIES, SIZES, VOCABULARY
+
+PARTS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}
+
+
+class Counted:
+    """Stand-ins of the kernels on CPUs, which count their launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+        self.kernels = FusedKernels(stand_ins(self._launch, lambda each: each))
+
+    def _launch(self, name: str, reads: Any, writes: Any, call: Any) -> None:
+        self.launches.append(name.removeprefix("distca::"))
+        call(*reads, *writes)
+
+
+def model_of(family: str, dtype: torch.dtype, **changes: object) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    name, special = FAMILIES[family]
+    config = getattr(transformers, name)(**SIZES | special | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    for each, weight in model.named_parameters():
+        if each.endswith("norm.weight"):
+            weight.data.uniform_(-1.0, 1.0)
+    return model
+
+
+def launches_of(model: Any) -> list[str]:
+    """Launches of a pass; fails unless its logits have the bits of the model as it is."""
+    ids, counted = torch.arange(40)[None] % VOCABULARY, Counted()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        fuse_layers(model, counted.kernels)
+        found = model(input_ids=ids).logits
+    assert torch.equal(found, expected)
+    return counted.launches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_have_the_bits_of_transformers(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    norms = sum(type(each).__name__.endswith("RMSNorm") for each in model.modules())
+    launches = launches_of(model)
+    assert launches.count("normalize_rows") == norms > 0
+    assert launches.count("rotate_heads") == len(model.model.layers)
+
+
+def test_heads_that_are_rotated_in_part_are_left_to_transformers() -> None:
+    launches = launches_of(model_of("phi3", torch.float32, **PARTS))
+    assert "rotate_heads" not in launches
+    assert "normalize_rows" in launches
+
+
+def test_other_models_of_a_class_stay_as_they_are() -> None:
+    """Neither classes nor modules of transformers are changed."""
+    counted, fused, plain = Counted(), *(model_of("llama", torch.float32) for _ in range(2))
+    fuse_layers(fused, counted.kernels)
+    plain(input_ids=torch.arange(4)[None])
+    assert counted.launches == []
+
+
+def test_families_that_are_not_known_stay_as_they_are() -> None:
+    model, counted = model_of("llama", torch.float32), Counted()
+    model.config.model_type = "another"
+    fuse_layers(model, counted.kernels)
+    model(input_ids=torch.arange(4)[None])
+    assert counted.launches == []
