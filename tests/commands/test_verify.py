@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -30,7 +31,7 @@ from distca.commands.verify import (
     ranks,
     training,
 )
-from distca.commands.verify.stage import Context, Fault, Line
+from distca.commands.verify.stage import Context, Fault, Line, Stage
 from distca.cost.model_sizes import ModelSize
 from distca.simulate import CLUSTERS, Cluster
 from distca.transport import collective
@@ -56,6 +57,16 @@ def test_cpus_that_work_end_with_0(tmp_path: Path, capsys) -> None:
     profile = ["--profile", str(tmp_path / "profile.json"), "--dtype-bytes", "4"]
     heads = ["--heads", "8", "--kv-heads", "2", "--servers", "2", "--tokens-per-server", "1024"]
     assert main(["plan", "--distribution", "fixed", *heads, *profile]) == 0
+    report = json.loads((tmp_path / "verify.json").read_text())
+    assert [line["stage"] for line in report["stages"]] == CHEAP
+    assert report["failed"] is None
+    assert report["packages"]["numpy"] == np.__version__
+    printed = report["printed"]
+    assert "torch" in printed["distca doctor"]
+    assert len(printed["git rev-parse HEAD"]) == 41 or "not a git" in printed["git rev-parse HEAD"]
+    assert printed.keys() == {
+        *("distca doctor", "nvidia-smi", "nvidia-smi topo -m", "git rev-parse HEAD")
+    }
 
 
 def line_of(
@@ -175,6 +186,7 @@ def test_a_run_that_fails(monkeypatch, tmp_path: Path) -> None:
     with pytest.raises(Fault, match="a run of plain Megatron failed: error: no such flag") as found:
         training.check_training(_training(tmp_path))
     assert "it was " in found.value.cure
+    assert found.value.printed == "more\nerror: no such flag\n"
     assert "--data-path" in found.value.cure
 
 
@@ -271,6 +283,46 @@ def test_lines_end_with_the_first_failure(broken, capsys) -> None:
         "                               mend it",
         "kernels failed; not run: training",
     ]
+
+
+def test_a_failure_is_in_the_report(broken, monkeypatch, tmp_path: Path, capsys) -> None:
+    """The folder has all that one sends, though the command ends with 1."""
+    monkeypatch.setattr(command, "describe_machine", lambda: {"printed": {"nvidia-smi": "none"}})
+    assert main(["verify", "--output", str(tmp_path)]) == 1
+    capsys.readouterr()
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert (found["failed"], found["printed"]) == ("kernels", {"nvidia-smi": "none"})
+    assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        (lambda: Fault("wrong", "do", "what it printed\n"), "what it printed"),
+        (lambda: KeyError("unknown"), "KeyError: 'unknown'"),
+    ],
+)
+def test_a_failure_has_details(wrong: Any, where: str, tmp_path: Path) -> None:
+    def run(_: Context) -> Any:
+        raise wrong()
+
+    told: list[Line] = []
+    its = Stage("kernels", 60, run, "cure")
+    context = Context(0, 1, 0, 1, torch.device("cpu"), mock.Mock(), tmp_path, None, {})
+    ranks.run_stages([its], context, None, told.append, told.append)
+    [line] = told
+    assert line.state == "failed"
+    assert where in line.details
+    assert "test_verify.py" in line.details
+
+
+def test_a_stage_that_does_not_end_says_where_it_is(tmp_path: Path) -> None:
+    told: list[Line] = []
+    its = Stage("kernels", 0.05, lambda _: time.sleep(0.5), "cure")  # type: ignore[arg-type,return-value]
+    context = mock.Mock(folder=tmp_path, gather=lambda mine: [mine])
+    ranks._run_stage(its, context, told.append)
+    assert told[0].text == "it did not end in 0.05 s"
+    assert "time.sleep(0.5)" in told[0].details
 
 
 def test_json(broken, capsys) -> None:

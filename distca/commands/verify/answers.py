@@ -8,7 +8,7 @@ import itertools
 import torch.distributed as dist
 
 from distca.attention.choice import default_block_size
-from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
+from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.inference.llm import LLM, configure
 from distca.inference.models import read_model
 from distca.inference.sampling import SamplingParams
@@ -57,7 +57,7 @@ def check_answers(context: Context) -> Found:
             if not found.holds:
                 raise Fault(
                     f"{family}, {way}, on {context.size} rank(s): {found.line}",
-                    ("give --enforce-eager, and " if not eager else "") + REPORT,
+                    ("give --enforce-eager, and " if not eager else "") + SEND,
                 )
         dist.barrier(group=context.control)
     said = " and ".join(way for way, _ in ways)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 from distca.commands.command_line import Parser
 from distca.commands.verify.ranks import verify_machine, verify_under_torchrun
+from distca.commands.verify.report import describe_machine, report, save_report
 from distca.commands.verify.stage import Line
 from distca.commands.verify.stages import STAGES
 from distca.progress import progress
@@ -60,8 +59,9 @@ def build_parser() -> Parser:
         "--output",
         type=Path,
         metavar="DIR",
-        help="Write profile.json, for --distca-profile in training and --profile of `distca plan`, "
-        "and cluster.json, for --cluster of `distca simulate`.",
+        help="Write verify.json, which has all that we need to know if something fails, "
+        "profile.json, for --distca-profile in training and --profile of `distca plan`, and "
+        "cluster.json, for --cluster of `distca simulate`.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object at the end.")
     return parser
@@ -71,22 +71,27 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 1 if a stage failed."""
     args = build_parser().parse(argv)
     names = [name for name in _NAMES if name in args.stages]
+    launched = dist.is_torchelastic_launched()
+    if launched and args.ranks is not None:
+        raise ValueError("--ranks: torchrun has started the processes: leave it out")
+    ranks = 0 if launched else _ranks(args.ranks)
+    machine: dict[str, object] = {}
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
+        machine = describe_machine()
     lines: list[Line] = []
-    if dist.is_torchelastic_launched():
-        if args.ranks is not None:
-            raise ValueError("--ranks: torchrun has started the processes: leave it out")
 
-        def tell_and_end(line: Line) -> None:
-            _take(line, lines, names, args.json)
+    def take(line: Line) -> None:
+        _take(line, lines, names, args.json)
+        if args.output is not None:
+            save_report(args.output, lines, names, machine)
 
-        verify_under_torchrun(names, args.output, tell_and_end)
-    ranks = _ranks(args.ranks)
+    if launched:
+        verify_under_torchrun(names, args.output, take, lines.append)
     with progress("distca verify", "stages", len(names)) as shown:
 
         def tell(line: Line) -> None:
-            _take(line, lines, names, args.json)
+            take(line)
             shown.update()
 
         verify_machine(ranks, names, args.output, tell)
@@ -113,7 +118,7 @@ def _take(line: Line, lines: list[Line], names: Sequence[str], as_json: bool) ->
     lines.append(line)
     if as_json:
         if line.state == "failed" or len(lines) == len(names):
-            sys.stdout.write(json.dumps(_object(lines, names), indent=1) + "\n")
+            sys.stdout.write(json.dumps(report(lines, names), indent=1) + "\n")
     else:
         sys.stdout.write(format_line(line))
         left = names[len(lines) :]
@@ -130,18 +135,3 @@ def format_line(line: Line) -> str:
     width = max(map(len, _NAMES))
     text = f"{line.state:8} {line.stage:{width}} {line.seconds:6.1f} s  {line.text}\n"
     return text + (f"{'':8} {'':{width}} {'':8}  {line.cure}\n" if line.cure else "")
-
-
-def _object(lines: Sequence[Line], names: Sequence[str]) -> dict[str, object]:
-    """Returns the report as JSON has it."""
-    failed = lines[-1] if lines[-1].state == "failed" else None
-    return {
-        "failed": None if failed is None else failed.stage,
-        "not_reached": list(names[len(lines) :]),
-        "stages": [asdict(line) for line in lines],
-        "environment": {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(("NCCL_", "NVSHMEM_", "CUDA_", "TORCH_NCCL_"))
-        },
-    }

@@ -57,13 +57,18 @@ def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
     attention, products = profile.flops_per_second / 1e12, _product_tflops(context, a)
     known = peak_tflops(torch.cuda.get_device_name()) if context.on_gpu else None
     peak = max(known or 0.0, products, attention)
-    memory = torch.cuda.get_device_properties(0).total_memory if context.on_gpu else 16e9
-    figures = {
+    figures = {"memory_gb": 16.0}
+    if context.on_gpu:
+        gpu = torch.cuda.get_device_properties(context.device)
+        figures = {
+            "memory_gb": gpu.total_memory / 1e9,
+            "multiprocessors": gpu.multi_processor_count,
+        }
+    figures |= {
         "attention_tflops": attention,
         "backward_over_forward": ratio,
         "product_tflops": products,
         "peak_tflops": peak,
-        "memory_gb": memory / 1e9,
         "median_error": statistics.median(errors),
     }
     where = "not written: give --output DIR"

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distca.commands.verify.stage import REPORT, Fault
+from distca.commands.verify.stage import SEND, Fault
 from distca.lifetime import end_with_parent
 from distca.transport import CollectiveTransport
 from distca.transport.random_exchanges import Exchanges
@@ -55,7 +55,7 @@ def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
         try:
             # It starts torch first, and has a GPU to find.
             if processes[1].wait(most_waited + _TO_START) != -signal.SIGKILL:
-                raise Fault("two ranks cannot exchange bytes in processes of their own", REPORT)
+                raise Fault("two ranks cannot exchange bytes in processes of their own", SEND)
             begin = time.perf_counter()
             status = processes[0].wait(most_waited)
         except subprocess.TimeoutExpired:
@@ -71,7 +71,7 @@ def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
     if status == 0:
         raise Fault(
             "a rank goes on without an error after its peer died",
-            f"do not train with this transport, and {REPORT}",
+            f"do not train with this transport, and {SEND}",
         )
     return time.perf_counter() - begin
 

@@ -14,13 +14,13 @@ from distca.attention.filled_heads import FilledHeadsKernel
 from distca.attention.paged import PagedKeys
 from distca.attention.reference import attend_tasks
 from distca.attention.torch_cpu import TorchCpuKernel
-from distca.commands.verify.stage import REPORT, Context, Fault, Found
+from distca.commands.verify.stage import SEND, Context, Fault, Found
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 """Most that a number may be off, over the largest number of its tensor."""
 _SCALE, _SOFTCAP = 0.125, 2.0
 _BLOCK = 256
-_CURE = f"uninstall it, so that another kernel is used, and {REPORT}"
+_CURE = f"uninstall it, so that another kernel is used, and {SEND}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from distca.attention.choice import default_block_size
-from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
+from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import SIZES
 from distca.inference.llm import LLM, configure
@@ -78,7 +78,7 @@ def _crowd(context: Context, model: ServedModel) -> int:
         tokens[name] = [each.outputs[0].token_ids for each in answers]
         del llm
     if tokens["full"] != tokens["large"]:
-        raise Fault("a pool that is full changes answers", REPORT)
+        raise Fault("a pool that is full changes answers", SEND)
     return 5
 
 

@@ -41,6 +41,7 @@ def described_cluster(context: Context, costs: Figures, source: str = "") -> Clu
         network_gb_per_s=links.get("network_gb_per_s", node),
         copy_gb_per_s=links.get("copy_gb_per_s", 10.0),
         reserved_gb=0.0,
+        multiprocessors=int(costs.get("multiprocessors", Cluster.multiprocessors)),
         source=source,
     )
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from distca.commands.verify.stage import (
-    REPORT,
+    SEND,
     Context,
+    Fault,
     Figures,
     Line,
     NotRun,
@@ -110,18 +112,29 @@ def _run_stage(stage: Stage, context: Context, fail: Tell) -> Line | None:
     """Runs a stage; returns what rank 0 says of it, or None if it failed on this rank."""
     begin = time.perf_counter()
 
-    def line(state: State, text: str, cure: str = "", figures: Figures | None = None) -> Line:
-        return Line(stage.name, state, text, cure, time.perf_counter() - begin, figures or {})
+    def line(
+        state: State, text: str, cure: str = "", figures: Figures | None = None, details: str = ""
+    ) -> Line:
+        seconds = time.perf_counter() - begin
+        return Line(stage.name, state, text, cure, seconds, figures or {}, details)
 
-    late = f"it did not end in {stage.seconds:g} s"
-    with _limited(stage.seconds, lambda: fail(line("failed", late, stage.cure))):
+    here = threading.get_ident()
+
+    def fail_late() -> None:
+        frame = sys._current_frames()[here]
+        late = f"it did not end in {stage.seconds:g} s"
+        fail(line("failed", late, stage.cure, details="".join(traceback.format_stack(frame))))
+
+    with _limited(stage.seconds, fail_late):
         try:
             result = stage.run(context)
             mine = line("ok", result.text, figures=result.figures)
         except NotRun as why:
             mine = line("not run", str(why))
         except Exception as error:
-            fail(line("failed", *described(error, stage)))
+            printed = error.printed if isinstance(error, Fault) else ""
+            details = printed + traceback.format_exc()
+            fail(line("failed", *described(error, stage), details=details))
             return None
         agreed: Line = context.gather(mine)[0]
     return agreed
@@ -139,13 +152,16 @@ def _limited(seconds: float, late: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def verify_under_torchrun(names: Sequence[str], output: Path | None, tell: Tell) -> NoReturn:
+def verify_under_torchrun(
+    names: Sequence[str], output: Path | None, tell: Tell, note: Tell
+) -> NoReturn:
     """Runs the stages on the ranks that torchrun started, and ends this process.
 
     Args:
         names: names of the stages.
         output: see `run_stages`.
         tell: function that takes lines, on rank 0 and on a rank that fails.
+        note: function that takes the lines of other ranks, until they fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = join_ranks(0, 0, None, Path(folder))
@@ -154,11 +170,7 @@ def verify_under_torchrun(names: Sequence[str], output: Path | None, tell: Tell)
             tell(line)
             _end(1)
 
-        def tell_once(line: Line) -> None:
-            if context.rank == 0:
-                tell(line)
-
-        run_stages(chosen(names), context, output, tell_once, fail)
+        run_stages(chosen(names), context, output, tell if context.rank == 0 else note, fail)
     _end(0)
 
 
@@ -261,7 +273,7 @@ def _death(process: BaseProcess, stage: str) -> Line:
     process.join()
     code = process.exitcode
     why = f": {_KILLED}" if code == -signal.SIGKILL else ""
-    return Line(stage, "failed", f"its process ended with exit code {code}{why}", REPORT, 0.0, {})
+    return Line(stage, "failed", f"its process ended with exit code {code}{why}", SEND, 0.0, {})
 
 
 def chosen(names: Sequence[str]) -> list[Stage]:

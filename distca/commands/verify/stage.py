@@ -23,7 +23,7 @@ LONG_RUN = 0.01
 FAST_TFLOPS = 10.0
 """Rate of matrix products from which a device is a GPU that computes by itself."""
 
-REPORT = "send us what `distca verify --json` prints"
+SEND = "send us verify.json of `distca verify --output DIR`"
 
 _Gathered = TypeVar("_Gathered")
 
@@ -146,6 +146,7 @@ class Line:
         cure: what to do; empty unless it failed.
         seconds: time that it took.
         figures: what it measured.
+        details: where it failed, and what a command printed that it ran.
     """
 
     stage: str
@@ -154,6 +155,7 @@ class Line:
     cure: str
     seconds: float
     figures: Figures
+    details: str = ""
 
 
 class Fault(Exception):
@@ -162,11 +164,12 @@ class Fault(Exception):
     Args:
         text: what is wrong.
         cure: what to do.
+        printed: what a command printed that failed.
     """
 
-    def __init__(self, text: str, cure: str) -> None:
+    def __init__(self, text: str, cure: str, printed: str = "") -> None:
         super().__init__(text)
-        self.text, self.cure = text, cure
+        self.text, self.cure, self.printed = text, cure, printed
 
 
 class NotRun(Exception):

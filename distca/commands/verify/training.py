@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from distca.commands.verify.predictions import measured_cluster, training_seconds
-from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
+from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.cost.model_sizes import ModelSize
 from distca.documents.index import IndexedWriter
 from distca.plan import BLOCK
@@ -33,6 +33,8 @@ _NORMS_APART = 0.01
 """Most that the norms of the first step's gradients may differ: Megatron prints three digits."""
 _VOCABULARY = 128
 _SECONDS = 400
+_PRINTED = 50_000
+"""Characters of what a run printed that are kept if it failed."""
 _WITHOUT = {
     "transformer_engine": "--transformer-impl local --no-rope-fusion",
     # Modules of apex.
@@ -113,7 +115,7 @@ def _compare(context: Context) -> Found:
             raise Fault(
                 f"{name} are {found:.1e} of plain Megatron's from them ({allowed:g} is allowed): "
                 f"{_said(our)} with --distca on {ranks} rank(s), {_said(their)} without on one",
-                REPORT,
+                SEND,
             )
     if context.is_fast:
         job = Job(_LARGE, ranks * _TOKENS_OF_A_GPU)
@@ -208,7 +210,8 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
     if process.returncode or len(losses) != STEPS:
         last = printed.strip().splitlines()[-1] if printed.strip() else "it printed nothing"
         name = "with --distca" if "--distca" in flags else "of plain Megatron"
-        raise Fault(f"a run {name} failed: {last}", f"{REPORT}; it was {shlex.join(command)}")
+        cure = f"{SEND}; it was {shlex.join(command)}"
+        raise Fault(f"a run {name} failed: {last}", cure, printed[-_PRINTED:])
     seconds = [float(each) for each in _STEP_SECONDS.findall(printed)]
     norms = [float(each) for each in _GRAD_NORM.findall(printed)]
     return Ran(losses, norms, statistics.median(seconds[2:]))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distca.commands.verify.dying_peer import lose_a_peer
-from distca.commands.verify.stage import REPORT, Context, Fault, Found, NotRun
+from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.transport import CollectiveTransport, Transport, new_exchange_group
 from distca.transport.compiled_cuda import find_nvshmem
 from distca.transport.random_exchanges import Exchanges
@@ -34,7 +34,7 @@ def check_transports(context: Context) -> Found:
         if wrong:
             raise Fault(
                 f"{name}: {wrong:,} bytes that rank {context.rank} received are not what was sent",
-                f"choose another --distca-transport, and {REPORT}",
+                f"choose another --distca-transport, and {SEND}",
             )
         context.synchronize()
         figures[f"seconds of {name}"] = context.largest(time.perf_counter() - begin)

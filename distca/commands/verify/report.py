@@ -1,0 +1,84 @@
+"""The report of `distca verify`: lines and figures, and all that one must know to explain them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from distca.commands.verify.stage import Line
+
+REPORT = "verify.json"
+_COMMANDS = {
+    "distca doctor": [sys.executable, "-m", "distca", "doctor"],
+    "nvidia-smi": ["nvidia-smi"],
+    "nvidia-smi topo -m": ["nvidia-smi", "topo", "-m"],
+    "git rev-parse HEAD": ["git", "rev-parse", "HEAD"],
+}
+_SECONDS = 60
+_SETTINGS = "NCCL_", "NVSHMEM_", "CUDA_", "TORCH_NCCL_"
+"""How the names of variables begin that change what GPUs and networks do."""
+
+
+def report(lines: Sequence[Line], names: Sequence[str]) -> dict[str, object]:
+    """Returns the report as JSON has it.
+
+    Args:
+        lines: lines of the stages that ran.
+        names: names of all stages that were to run.
+    """
+    failed = lines[-1].stage if lines and lines[-1].state == "failed" else None
+    return {
+        "failed": failed,
+        "not_reached": list(names[len(lines) :]),
+        "stages": [asdict(line) for line in lines],
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)
+        },
+    }
+
+
+def describe_machine() -> dict[str, object]:
+    """Returns what commands print of this machine, and the packages that are installed."""
+    packages = {each.name: each.version for each in importlib.metadata.distributions()}
+    return {
+        "command": sys.argv,
+        "platform": platform.platform(),
+        "python": sys.version,
+        "packages": dict(sorted(packages.items())),
+        "printed": {name: _printed(words) for name, words in _COMMANDS.items()},
+    }
+
+
+def save_report(
+    folder: Path, lines: Sequence[Line], names: Sequence[str], machine: Mapping[str, object]
+) -> None:
+    """Writes `REPORT` with all of that, in place of an older one."""
+    path = folder / REPORT
+    # Ranks that fail at once may both write.
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({**report(lines, names), **machine}, indent=1) + "\n")
+    written.replace(path)
+
+
+def _printed(words: Sequence[str]) -> str:
+    """What a command prints, or why it cannot run. In a process of its own: CUDA stays unused."""
+    try:
+        ran = subprocess.run(
+            words,
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return ran.stdout
