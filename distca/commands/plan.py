@@ -163,7 +163,7 @@ def build_parser() -> Parser:
         type=float,
         default=0.1,
         metavar="X",
-        help="Largest load of a server above the mean, as a fraction of the mean. A larger "
+        help="How far a server's load may exceed the mean, as a fraction of the mean. A larger "
         "tolerance moves fewer bytes.",
     )
     schedule.add_argument(

@@ -47,7 +47,7 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--distca-tolerance",
         type=float,
         default=0.1,
-        help="Largest load of a server above the mean, as a fraction of the mean.",
+        help="How far a server's load may exceed the mean, as a fraction of the mean.",
     )
     group.add_argument(
         "--distca-max-buffer-bytes",

@@ -91,6 +91,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole(page: Path) -> None:
+    """A line of a table that follows other text is its heading."""
+    tables = re.findall(r"(?:^\|.*\n?)+", page.read_text(), re.MULTILINE)
+    rules = [table.splitlines()[1:2] for table in tables]
+    assert [rule for rule in rules if not rule or not re.fullmatch(r"[|: -]+", rule[0])] == []
+
+
 @cache
 def known_flags() -> set[str]:
     """Every flag that a parser or a script of this repository knows."""
