@@ -85,10 +85,10 @@ class Comparison:
             [
                 f"{title:36}{'plain Megatron':>16}{'DistCA':>10}",
                 *(f"{name:36}{plain:16.2f}{distca:10.2f}" for name, plain, distca in rows),
-                f"Plain Megatron takes the busiest rank, for which all others wait, "
-                f"{self.ratio:.2f} times as long as DistCA.",
-                f"Ideal, from the pair counts: {self.before:.2f} times, if a step were core "
-                "attention alone, perfectly balanced.",
+                f"Plain Megatron's busiest rank takes {self.ratio:.2f} times as long as DistCA's. "
+                "All other ranks wait for it.",
+                f"Upper bound: {self.before:.2f} times, if a step were only core attention, "
+                "perfectly balanced.",
                 *self._of_the_mean_rank(),
             ]
         )

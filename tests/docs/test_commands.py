@@ -18,21 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from distca.commands.main import main as distca_main
-from distca.cost.kernel_time import AnalyticCost
-from distca.cost.volume import AttentionShape
 from distca.documents.conversations import _conversations
-from distca.plan import Mask
-from distca.schedule import (
-    ScheduleConfig,
-    describe,
-    even_capacities,
-    format_summary,
-    make_scheduler,
-)
 from distca.timeline import write_trace
 from support.documented import (
     PAGES,
@@ -132,7 +121,6 @@ OF_OLDER_CODE = re.compile(r" --(most-promising|sweep-batches) \d+")
 
 # Indented blocks without a command, by how they begin.
 BLOCKS = {
-    "plan by tiles for 4 servers": "test_the_quick_starts_plan",
     "iteration 2/2 | lm loss": "test_step_log.py has the line",
     "steps 2 to 15, per step": "test_the_quick_starts_comparison",
     "load max/mean   2.622": "test_the_figures_of_one_plan",
@@ -362,16 +350,6 @@ def test_an_answer_that_is_no(full: bool, typed: Typed) -> None:
     assert first.startswith(told.replace("don't", "Don't").replace(", plain", ": plain"))
 
 
-def test_the_quick_starts_plan() -> None:
-    shape = AttentionShape(8, 2, 16, 4)
-    config = ScheduleConfig(shape=shape, cost_model=AnalyticCost.of_shape(shape))
-    lengths = np.array([8192, 8192], dtype=np.int64)
-    plan = make_scheduler("tiles", config).plan(lengths, even_capacities(16_384, 4), Mask())
-    printed = format_summary(describe(plan, config))
-    shown = block_of("quick_start.md", "plan by tiles")
-    assert without_figures(shown) == without_figures(printed)
-
-
 def test_the_quick_starts_comparison() -> None:
     from data.demo_report import Comparison
 
@@ -391,31 +369,3 @@ def test_the_message_of_another_length() -> None:
     source = (ROOT / "megatron_patches" / "batches" / "resuming.py").read_text()
     logged = re.sub(r'"\s+"', "", source)
     assert re.sub(r"\b\d+\b", "%d", shown) in logged
-
-
-def test_the_quick_starts_plan_is_the_demos(full: bool, tmp_path: Path) -> None:
-    """The first step of launch/demo.sh; the corpus is of Python's library, so of its version."""
-    if not full:
-        pytest.skip("makes the demo's corpus, and starts four processes: give --full")
-    page = (ROOT / "docs" / "quick_start.md").read_text()
-    if f"here with Python {sys.version.split()[0]};" not in page:
-        pytest.skip("another version of Python's library is another corpus")
-    from data.demo_corpus import main
-
-    assert main(["--output-dir", str(tmp_path / "demo" / "data")]) == 0
-    script = (ROOT / "launch" / "demo.sh").read_text()
-    (flags,) = re.findall(r"^flags=\(\n(.*?)^\)", script, re.DOTALL | re.MULTILINE)
-    words = flags.replace("'", "").split()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    few = ["--train-iters", "20", "--exit-interval", "1", "--eval-iters", "0"]
-    pretrain = [str(ROOT / "pretrain_gpt.py"), "--distca"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *pretrain, *words, *few],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    shown = block_of("quick_start.md", "plan by tiles")
-    assert shown in done.stdout + done.stderr

@@ -152,11 +152,17 @@ def test_every_flag_of_distca_has_a_page() -> None:
 
 
 def test_the_page_of_refusals_has_all_refused_flags_and_no_others() -> None:
-    lines = (DOCS / "troubleshooting.md").read_text().splitlines()
-    cells = [line.split("|")[2] for line in lines if line.startswith("|")]
+    page = (DOCS / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| flags \| why \|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
     groups = refused.REFUSED, refused.REFUSED_BY_OUR_ATTENTION, refused.REFUSED_WITH_DISTCA
     names = {name for group in itertools.chain(*groups) for name, _ in group.flags()}
     assert set(re.findall(r"`--([a-z0-9-]+)", "".join(cells))) == names
+    # Values that are accepted: numbers and other flags stand in words.
+    for name, values in ((n, v) for group in itertools.chain(*groups) for n, v in group.flags()):
+        (cell,) = (each for each in cells if f"`--{name}`" in each)
+        words = {value for value in values if re.fullmatch("[a-z_]+", value)}
+        assert words <= set(re.findall(r"`(\w+)`", cell)), name
 
 
 def test_the_readme_fits_a_screen() -> None:
