@@ -3,8 +3,8 @@
     python benchmarks/kernels/launches.py --output DIR
 
 `tests/simgpu` counts what a step launches on a simulated GPU, and how often its host waits for the
-device. Two files of budgets hold the counts: a step that has more fails a test. This page compares
-them with the first count of each job, which it reads from the repository's history.
+device. Files of budgets hold the counts: a step that has more fails a test. This page compares them
+with the first count of each job, which it reads from the repository's history.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 
 ROOT = Path(__file__).parents[2]
-TRAINING, ANSWERS = "tests/simgpu/training_budgets.json", "tests/simgpu/budgets.json"
+TRAINING, ANSWERS, LAYERS = (
+    f"tests/simgpu/{name}.json" for name in ("training_budgets", "budgets", "layer_budgets")
+)
+CALLS = "two schedule calls"
+BEFORE = {"calls, ping-pong": 3607, "calls, whole": 1871}
+"""Launches of two schedule calls at commit f78aba3, by a first simulator that is not in here."""
+OF_LAYERS = 3
+"""Layers whose launches `LAYERS` has."""
 KINDS = "prefill launches", "prefill syncs", "decode launches", "decode syncs"
 
 
@@ -53,10 +60,36 @@ def first(history: list[tuple[str, Any]], *keys: str) -> int:
     raise KeyError(keys)
 
 
+def calls_table(now: Any) -> str:
+    """A row for each way to run micro-batches."""
+    rows = [
+        [job.partition(", ")[2], before, now[job][CALLS], f"{now[job][CALLS] / before:.2f}"]
+        for job, before in BEFORE.items()
+    ]
+    return pages.table(["micro-batches", "at f78aba3", "now", "ratio"], rows)
+
+
+def layers_table(history: list[tuple[str, Any]], now: Any) -> str:
+    """A row for each family of models."""
+    rows = []
+    for family, counts in now.items():
+        plain = counts["transformers"]
+        row = [family, f"{plain / OF_LAYERS:.1f}"]
+        for ranks in ("1 rank", "2 ranks"):
+            old = first(history, family, ranks)
+            row.append(f"{old / OF_LAYERS:.1f} → {counts[ranks] / OF_LAYERS:.1f}")
+            row.append(f"{counts[ranks] / plain:.2f}")
+        rows.append(row)
+    heads = ["family", "transformers' own", *("ours, 1 rank", "ratio", "2 ranks", "ratio")]
+    return pages.table(heads, rows)
+
+
 def training_table(history: list[tuple[str, Any]], now: Any) -> str:
     """A row for each job of training."""
     rows = []
     for job, counts in now.items():
+        if CALLS in counts:
+            continue
         cells = (f"{first(history, job, kind)} → {counts[kind]}" for kind in ("launches", "syncs"))
         rows.append([job, *cells])
     return pages.table(["job", "launches, all ranks", "waits of a rank"], rows)
@@ -82,19 +115,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     args = parser.parse_args()
     try:
-        training, answers = versions(TRAINING), versions(ANSWERS)
+        training, answers, layers = map(versions, (TRAINING, ANSWERS, LAYERS))
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         parser.error(str(error))
-    (of_training, now), (of_answers, models) = (
+    (of_training, now), (of_answers, models), (of_layers, each_layer) = (
         (history[0][0], json.loads((ROOT / name).read_text()))
-        for history, name in ((training, TRAINING), (answers, ANSWERS))
+        for history, name in ((training, TRAINING), (answers, ANSWERS), (layers, LAYERS))
     )
     page = [
         "# Launches and waits of a step on simulated GPUs",
         "",
         f"`{pages.typed('benchmarks/kernels/launches.py')}`. Counted, not timed: a simulated GPU "
         "sees torch's own launches and waits, but has no clock. Left of each arrow is the first "
-        f"count that was kept (training since commit {of_training}, models since {of_answers}). "
+        f"count that was kept (training since commit {of_training}, models since {of_answers}, "
+        f"layers since {of_layers}). "
         "Right of it is the count of this version.",
         "",
         "## A training step of two layers",
@@ -104,6 +138,25 @@ def main() -> None:
         "flags. The waits are Megatron-LM's, except those of the capture of graphs.",
         "",
         training_table(training, now),
+        "",
+        "## Two schedule calls",
+        "",
+        "Launches of one of two ranks in the forward and backward passes of two global batches, "
+        "without the optimizer: two layers, two micro-batches each. Micro-batches run as two "
+        "nano-batches (ping-pong) or whole. The counts at commit f78aba3 are of a first simulator, "
+        "with other documents.",
+        "",
+        calls_table(now),
+        "",
+        "## A layer of an eager decode step",
+        "",
+        "Launches of a layer in a step that decodes one token without CUDA graphs. *transformers' "
+        "own* is the plain model with its own cache, and one kernel of attention. Ours runs the "
+        "same layers with paged keys, and norms and rotary embeddings as one kernel each. Ratios "
+        "are ours over transformers' own. With two ranks, the rank that has the token counts. "
+        "Experts of `gpt_oss` and `qwen3_moe` are transformers' own.",
+        "",
+        layers_table(layers, each_layer),
         "",
         "## Prefill and decode steps of small models",
         "",

@@ -44,3 +44,20 @@ def test_models_have_a_row_for_each_number_of_ranks() -> None:
     before = {"1 ranks": {"llama": kinds | {"decode launches": 8}}}
     page = launches.answers_table([("a", before)], {"1 ranks": {"llama": kinds}})
     assert "| 1 | llama | 6 → 6 | 6 → 6 | 8 → 6 | 6 → 6 |" in page
+
+
+def test_layers_are_compared_with_those_of_transformers() -> None:
+    counts = {"transformers": 120, "1 rank": 54, "2 ranks": 69}
+    history = [("a", {"llama": counts | {"1 rank": 123}})]
+    page = launches.layers_table(history, {"llama": counts})
+    assert "| llama | 40.0 | 41.0 → 18.0 | 0.45 | 23.0 → 23.0 | 0.57 |" in page
+
+
+def test_schedule_calls_are_compared_with_an_earlier_simulator() -> None:
+    now = {name: {launches.CALLS: before // 2} for name, before in launches.BEFORE.items()}
+    page = launches.calls_table(now)
+    assert "| ping-pong | 3607 | 1803 | 0.50 |" in page
+    assert "| whole | 1871 | 935 | 0.50 |" in page
+    # They have a table of their own.
+    counts = {each: its | {"launches": 1, "syncs": 1} for each, its in now.items()}
+    assert "ping-pong" not in launches.training_table([("a", counts)], counts)

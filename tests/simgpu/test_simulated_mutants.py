@@ -116,6 +116,9 @@ PLACES = _places()
 SEEN_FROM = 0.85
 """Least part of the mutants that must be seen."""
 EXPLAINED = {
+    "distca/inference/models.py ServedModel.load: on the host": (
+        "weights get to the GPU by way of the host; tests/simgpu/test_simulated_loading.py sees it"
+    ),
     "distca/transport/collective.py CollectiveTransport.__init__: no wait": (
         "it connects ranks before there is a step, and every exchange of the group comes after it"
     ),

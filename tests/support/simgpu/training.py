@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_patches.pipeline.tick_pipeline import TickPipeline
 from support import training
 from support.models import StepsDone, train
 from support.ranks import forget_megatron
@@ -62,6 +63,7 @@ class Trained:
         races: accesses that nothing orders.
         launches: operators that the host started in the last step; a dedicated server has none,
             so they are of all that it did.
+        scheduled: operators that it started in each step's forward and backward passes.
         syncs: how often the host waited then, by reason and place.
         process: its number in calls.
         calls: what it asked NCCL for, in order.
@@ -71,6 +73,7 @@ class Trained:
     done: StepsDone
     races: list[str]
     launches: int
+    scheduled: list[int]
     syncs: dict[str, int]
     process: int
     calls: list[Call]
@@ -93,26 +96,40 @@ def _train_here(job: Job, rank: int, store: str) -> Trained:
     limit = timedelta(seconds=120)
     dist.init_process_group("nccl", None, limit, job.ranks, rank, file)
     log: list[Any] = []
-    steps: list[list[Any]] = []
-    theirs = training.train_step
+    # That of the last step.
+    step: list[Any] = []
+    scheduled: list[int] = []
+    theirs, schedule = training.train_step, TickPipeline.__call__
 
     def noted_step(run: Any) -> Any:
         log.extend(_cut())
+        step.clear()
         found = theirs(run)
-        steps.append(_cut())
-        log.extend(steps[-1])
+        step.extend(_cut())
+        log.extend(step)
+        return found
+
+    def noted_schedule(pipeline: TickPipeline, **how: Any) -> Any:
+        step.extend(_cut())
+        found = schedule(pipeline, **how)
+        its = _cut()
+        scheduled.append(count(its).launches)
+        step.extend(its)
         return found
 
     cuda.native.start()
-    with mock.patch.object(training, "train_step", noted_step):
+    with (
+        mock.patch.object(training, "train_step", noted_step),
+        mock.patch.object(TickPipeline, "__call__", noted_schedule),
+    ):
         done = train([*ON_GPUS, *job.flags], job.lengths, job.steps)
     log.extend(cuda.native.stop())
     dist.destroy_process_group()
     forget_megatron()
     done.gradients = {name: (each.cpu(), split) for name, (each, split) in done.gradients.items()}
-    spent = count(steps[-1] if steps else log)
+    spent = count(step or log)
     kernels = {name for name in count(log).operators if "flash" in name}
-    counts = spent.launches, dict(spent.syncs)
+    counts = spent.launches, scheduled, dict(spent.syncs)
     return Trained(done, races(log), *counts, os.getpid(), list(nccl.calls), kernels)
 
 
