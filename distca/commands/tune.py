@@ -31,15 +31,23 @@ if TYPE_CHECKING:
     from distca.inference.models import ServedModel
 
 
+FORMS = {
+    "overlap": "multiprocessors that attention leaves to exchanges: prints a flag of training",
+    "partitions": "shares of a prompt on each rank of a chain, for --partition",
+    "groups": "seconds of prefills on 1, 2, 4, ... ranks, for --prefill-times",
+    "sparsity": "what dropping far keys does to answers, for --calibration",
+}
+"""What the command finds, by the word that follows it."""
+
 _EPILOG = """
 example:
   distca tune partitions MODEL --context-parallel-size 4 --lengths 8192 16384 --output chain.json
   distca generate MODEL --context-parallel-size 4 --prefill-strategy runahead \\
       --partition chain.json --prompt "The sky is"
 
-The search simulates this machine, by `--profile` where it is given; with `--measure` it starts the
-ranks, and runs prefills. What the file has already is kept, so an interrupted search goes on.
-Prompts of other lengths take what lies between. Where no chain is faster, one rank has all tokens.
+By default the search simulates this machine. With `--measure` it starts the ranks and times real
+prefills. It keeps what the file already has, so you can interrupt it and go on. Prompts of other
+lengths use values in between. Where no chain is faster, one rank computes all tokens.
 """
 _WIDTH = 48
 _FINEST = 64
@@ -112,6 +120,9 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the flags, the model or the file cannot be used.
         ImportError: a package is missing.
     """
+    if argv and argv[0] in ("-h", "--help"):
+        sys.stdout.write(_overview())
+        return 0
     if argv and argv[0] == "sparsity":
         return tune_sparsity.main(argv[1:])
     if argv and argv[0] == "groups":
@@ -120,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         return tune_overlap.main(argv[1:])
     parser = build_parser()
     if argv and argv[0] != "partitions" and not argv[0].startswith("-"):
-        parser.error(unknown("form", argv[0], ("groups", "overlap", "partitions", "sparsity")))
+        parser.error(unknown("form", argv[0], tuple(sorted(FORMS))))
     args = parser.parse(argv)
     _check_flags(args)
     args.dtype = served_dtype(args.dtype)
@@ -276,6 +287,23 @@ def _bar(shares: Sequence[float]) -> str:
         for number, (begin, end) in enumerate(pairwise(cuts))
     ]
     return f"|{'|'.join(parts)}|"
+
+
+def _overview() -> str:
+    """Returns the help of all forms together."""
+    width = max(map(len, FORMS))
+    return "\n".join(
+        (
+            "usage: distca tune FORM ...",
+            "",
+            "Measures settings on this machine. Forms:",
+            "",
+            *(f"  {name:{width}}  {what}" for name, what in FORMS.items()),
+            "",
+            "`distca tune FORM --help` explains each.",
+            "",
+        )
+    )
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -17,11 +17,13 @@ _EPILOG = """
 example:
   distca tune overlap
 
-FlashAttention 3's kernels stay on all multiprocessors of a GPU from begin to end, so that an
-exchange that begins later waits for them. A rank on each GPU times a kernel with several margins
-while rows travel between all of them, and prints the flag of training for the one with which both
-take least.
-FlashAttention 2 and 4 have no such argument.
+FlashAttention 3 keeps all multiprocessors of a GPU busy until it ends, so an exchange that starts
+later waits. `--distca-sm-margin` leaves some free. This command starts a rank on each GPU. It times
+attention beside an exchange with several margins, and prints the flag with the fastest one.
+
+FlashAttention 2 and 4 have no such setting. Splits of the keys of decoded tokens (`num_splits`)
+need no flag: FlashAttention 2 and 3 choose them for each call. FlashAttention 4 has none on Hopper,
+and runs with one split on Blackwell.
 """
 
 

@@ -13,6 +13,7 @@ import torch
 from distca.commands.generate import build_parser as generate_parser
 from distca.commands.main import main
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.tune import FORMS
 from distca.inference.config import EngineConfig
 from distca.inference.models import read_model
 from distca.inference.rank_processes import RankError
@@ -47,6 +48,17 @@ def test_a_search_goes_on_where_it_ended(
     assert "2,048 tokens: " in out
     assert " s to the first token, simulated, " in out
     assert "searched |0---" in out
+
+
+def test_help_names_all_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {form} " in printed for form in FORMS)
+    for form in FORMS:
+        with pytest.raises(SystemExit) as ended:
+            main(["tune", form, "--help"])
+        assert ended.value.code == 0
+        assert f"distca tune {form}" in capsys.readouterr().out
 
 
 def test_overlap_is_tuned_on_gpus_alone(capsys: pytest.CaptureFixture[str]) -> None:
