@@ -32,7 +32,6 @@ from distca.commands.described import (
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_progress import simulating
 from distca.commands.simulate_report import (
-    TOO_MANY_TICKS,
     as_json,
     format_choices,
     format_parts,
@@ -57,7 +56,6 @@ from distca.simulate import (
     save_trace,
     simulate,
 )
-from distca.simulate.bounds import Bounds
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import divisions
@@ -282,10 +280,8 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
         _write(json.dumps(rows, indent=1))
     else:
         table = format_choices(choices, workload, len(batches))
-        told = [format_parts(parts)] if parts else []
-        if best is not None and best.system not in parts:
-            told.append(TOO_MANY_TICKS)
-        _write("\n".join([table, *told, *Verdict.of(choices).how_to_train(workload)]))
+        with_parts = [format_parts(parts)] if parts else []
+        _write("\n".join([table, *with_parts, *Verdict.of(choices).how_to_train(workload)]))
     if args.plot is not None:
         plot_choices(choices, workload, parts, args.plot)
     if args.trace is not None:
@@ -358,14 +354,13 @@ def _parts(
     choices: Sequence[Choice], workload: Workload, batch: list[Int64s]
 ) -> dict[str, Breakdown]:
     """Says what an iteration's time is spent on with DistCA and with the fastest of the others."""
-    best, bounds = Verdict.of(choices).distca, Bounds(workload, batch)
+    best = Verdict.of(choices).distca
     peer = fastest(choices, [name for name in SYSTEMS if name not in DISTCA_SYSTEMS])
     found: dict[str, Breakdown] = {}
     with progress("distca simulate", doing="telling apart what time is spent on"):
         for choice in (best, peer):
-            # Their plans would be made once more, which takes minutes.
-            if choice and choice.candidate and not bounds.has_many_ticks(choice.candidate):
-                found[choice.system] = break_down(choice.candidate, workload, batch)
+            if choice and choice.candidate:
+                found[choice.system] = choice.parts or break_down(choice.candidate, workload, batch)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from distca.progress import progress
@@ -21,14 +22,17 @@ def simulating(systems: int) -> Iterator[Told]:
         systems: number of systems to compare.
     """
     begun: list[str] = []
+    lock = threading.Lock()
     usual = "most jobs take one to three minutes of CPU time"
     with progress("distca simulate", "iterations", doing=usual) as shown:
 
         def told(candidate: Candidate) -> None:
-            if candidate.system not in begun:
-                begun.append(candidate.system)
-            of = f"system {len(begun)} of {systems}"
-            shown.describe(f"{of}, {candidate.system}: {candidate}")
-            shown.update()
+            # Two systems may run at a time.
+            with lock:
+                if candidate.system not in begun:
+                    begun.append(candidate.system)
+                of = f"system {begun.index(candidate.system) + 1} of {systems}"
+                shown.describe(f"{of}, {candidate.system}: {candidate}")
+                shown.update()
 
         yield told

@@ -55,7 +55,6 @@ PARTS = {
     "waiting": "imbalance, bubbles, cut documents",
 }
 """Titles of the parts of `Breakdown`, in the order of the report."""
-TOO_MANY_TICKS = "DistCA's parts are left out: planning all micro-batches again would take minutes."
 
 
 def as_json(

@@ -16,13 +16,13 @@ from distca.simulate.baselines import BASELINES, MEGATRON, simulate_baseline
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.breakdown import Breakdown, break_down
 from distca.simulate.charges import PUBLISHED, UNCHARGED, Charges
+from distca.simulate.choice import Choice
 from distca.simulate.cluster import CLUSTERS, Cluster, peak_tflops
 from distca.simulate.costs import ModelCosts
 from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.flags import training_flags
 from distca.simulate.outcome import Outcome, save_trace
 from distca.simulate.resources import Resources, Transfer
-from distca.simulate.search import Choice
 from distca.simulate.space import candidates, divisions
 from distca.simulate.workload import (
     DISTCA_SYSTEMS,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from distca.plan.span import Int64s
+from distca.simulate.choice import Choice
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.search import Choice, Effort, Evaluate, find_best
+from distca.simulate.search import Effort, Evaluate, find_best
 from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
@@ -161,15 +163,20 @@ def advise(
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
     extent = Extent(tensor, stages, finalists, tolerances)
-    evaluate = (trials or Trials(workload, batches)).first
-    found = {
-        system: best_of(system, workload, batches, evaluate, extent)
-        for system in sorted(systems, key=_turn)
-    }
+    trials = trials or Trials(workload, batches)
+
+    def find(system: str) -> Choice:
+        return best_of(system, workload, batches, trials.first, extent)
+
+    # Those that take longest come first, or run beside the others.
+    order = sorted(systems, key=lambda system: system not in DISTCA_SYSTEMS)
+    beside = [system for system in order if system == HYBRID and trials.has_processes]
+    threads = ThreadPoolExecutor(1)
+    try:
+        running = {system: threads.submit(find, system) for system in beside}
+        found = {system: find(system) for system in order if system not in beside}
+        found |= {system: each.result() for system, each in running.items()}
+    finally:
+        # After an error its process is closed by who made `trials`, and ends what is left.
+        threads.shutdown(wait=False, cancel_futures=True)
     return [found[system] for system in systems]
-
-
-def _turn(system: str) -> int:
-    """Order of the systems: first those that take longest, last the one whose process takes most
-    memory, when the others have ended."""
-    return (system not in DISTCA_SYSTEMS) + (system == HYBRID)

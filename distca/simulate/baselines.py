@@ -32,7 +32,7 @@ from distca.schedule import most_in_flight_of_1f1b
 from distca.simulate.bins import PACKED_BY_WORK, RINGS, BaselineLayout, Bins
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
-from distca.simulate.hybrid import HYBRID, simulate_hybrid
+from distca.simulate.hybrid import HYBRID, plan_hybrid, simulate_hybrid
 from distca.simulate.layer_mean import LayerMean
 from distca.simulate.one_f_one_b import Passes, in_best_order, one_f_one_b
 from distca.simulate.outcome import Outcome
@@ -77,7 +77,8 @@ def simulate_baseline(
         if layout.stages > 1 or layout.micro_batches > 1:
             raise ValueError(f"{HYBRID} has no pipeline and no micro-batches here")
         ranks = layout.data_parallel * layout.context_parallel
-        return simulate_hybrid(lengths, ranks, layout.context_parallel, costs, attention)
+        rounds = plan_hybrid(lengths, ranks, layout.context_parallel, costs.shape)
+        return simulate_hybrid(lengths, ranks, rounds, costs, attention)
     bins = Bins.of(name, lengths, layout, costs, attention)
     if name in PACKED_BY_WORK:
         bins = in_best_order(bins, layout, costs)

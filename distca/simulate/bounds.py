@@ -97,7 +97,7 @@ class Bounds:
     def _seconds(self, candidate: Candidate) -> float:
         costs = self._workload.costs(candidate.tensor)
         if candidate.system not in BASELINES:
-            few = self._few_pools(candidate)
+            few = self.few_pools(candidate)
             return self._with_plans(candidate, costs) if few is None else few.seconds
         layout = layout_of(candidate)
         if candidate.system == HYBRID:
@@ -218,7 +218,7 @@ class Bounds:
         ideal = estimate(candidate, whole, self._sequences) / estimate(few, workload, some)
         return Sample(outcome, ideal * outcome.seconds)
 
-    def _few_pools(self, candidate: Candidate) -> Outcome | None:
+    def few_pools(self, candidate: Candidate) -> Outcome | None:
         """Simulates an iteration of a few server pools, where there are many: the one with the
         largest micro-batch, and those with most work.
 

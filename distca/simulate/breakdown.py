@@ -22,6 +22,7 @@ from distca.schedule import document_loads
 from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.costs import ModelCosts
 from distca.simulate.disaggregated import simulate_ticks
+from distca.simulate.hybrid import HYBRID, plan_hybrid, simulate_hybrid
 from distca.simulate.layer_mean import LayerMean
 from distca.simulate.outcome import Outcome
 from distca.simulate.workload import (
@@ -89,6 +90,18 @@ def break_down(candidate: Candidate, workload: Workload, sequences: Sequence[Int
     Raises:
         BufferBoundError: no plan keeps to the configuration's bound of buffers.
     """
+    return simulate_and_break_down(candidate, workload, sequences)[1]
+
+
+def simulate_and_break_down(
+    candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]
+) -> tuple[Outcome, Breakdown]:
+    """Simulates a global batch as `simulate` does, and breaks its time down as `break_down` does:
+    plans are made once.
+
+    Raises:
+        BufferBoundError: no plan keeps to the configuration's bound of buffers.
+    """
     run, costs = _runner(candidate, workload, sequences)
     cluster = costs.cluster
     still = replace(cluster, charges=replace(cluster.charges, interference=0.0))
@@ -103,10 +116,10 @@ def break_down(candidate: Candidate, workload: Workload, sequences: Sequence[Int
     unlaunched = replace(
         uncopied, launch_seconds=0.0, charges=replace(uncopied.charges, half_waves=False)
     )
-    seconds = [
-        run(replace(costs, cluster=each)).seconds
-        for each in (cluster, still, unlinked, uncopied, unlaunched)
-    ]
+    outcome = run(costs)
+    seconds = [outcome.seconds]
+    for each in (still, unlinked, uncopied, unlaunched):
+        seconds.append(run(replace(costs, cluster=each)).seconds)
     with_links, linear = (
         _linear_seconds(candidate, workload, replace(costs, cluster=each))
         for each in (cluster, unlinked)
@@ -114,7 +127,7 @@ def break_down(candidate: Candidate, workload: Workload, sequences: Sequence[Int
     attention = _attention_seconds(candidate, workload, costs, sequences)
     interference, links, copies, launches = (-np.diff(seconds)).tolist()
     collectives = with_links - linear
-    return Breakdown(
+    parts = Breakdown(
         linear,
         collectives,
         attention,
@@ -124,6 +137,8 @@ def break_down(candidate: Candidate, workload: Workload, sequences: Sequence[Int
         links - collectives,
         seconds[-1] - linear - attention,
     )
+    # Padding of server pools trains nothing.
+    return replace(outcome, tokens=workload.sequences * workload.context), parts
 
 
 def _runner(
@@ -132,12 +147,22 @@ def _runner(
     """Returns a function that simulates the iteration with other costs, and the costs as they
     are."""
     if candidate.system in BASELINES:
-        lengths = np.concatenate(sequences)
+        lengths, costs = np.concatenate(sequences), workload.costs(candidate.tensor)
+        if candidate.system == HYBRID:
+            ranks = candidate.data * candidate.context
+            rounds = plan_hybrid(lengths, ranks, candidate.context, costs.shape)
 
-        def run(costs: ModelCosts) -> Outcome:
+            def run(costs: ModelCosts) -> Outcome:
+                attention = costs.cluster.attention_cost(costs.shape)
+                attention = LayerMean.of(attention, costs.model)
+                return simulate_hybrid(lengths, ranks, rounds, costs, attention)
+
+            return run, costs
+
+        def pack_and_run(costs: ModelCosts) -> Outcome:
             return simulate_baseline(candidate.system, lengths, layout_of(candidate), costs)
 
-        return run, workload.costs(candidate.tensor)
+        return pack_and_run, costs
     planned = planner_of(candidate, workload).plan(incoming_of(candidate, workload, sequences))
     backward: BackwardInputs = "keep" if candidate.keeps_inputs else "resend"
     return partial(simulate_ticks, planned, backward=backward), workload.costs_of(candidate)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from distca.cost.kernel_time import CostModel
+from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
 from distca.schedule import ScheduleConfig
-from distca.schedule.baselines.hybrid_cp import HybridContextParallel
+from distca.schedule.baselines.hybrid_cp import HybridContextParallel, HybridPlan
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
@@ -23,29 +24,44 @@ from distca.simulate.sharing import Group, Shared, alone, ring
 HYBRID = "hybrid-cp"
 
 
-def simulate_hybrid(
-    lengths: Int64s, ranks: int, size: int, costs: ModelCosts, attention: CostModel
-) -> Outcome:
-    """Simulates a global batch.
-
-    Where Megatron's scheduler makes no plan, the iteration does not fit, and never ends.
+def plan_hybrid(lengths: Int64s, ranks: int, size: int, shape: AttentionShape) -> HybridPlan | None:
+    """Asks Megatron's scheduler for the rounds of a global batch; None: it makes no plan.
 
     Args:
         lengths: tokens of each document, int64.
         ranks: data- and context-parallel ranks, one pool.
         size: ranks that the longest document is to have.
-        costs: costs of the model on the cluster.
-        attention: forward seconds of tasks.
+        shape: heads of core attention.
 
     Raises:
         ImportError: megatron-core is not installed.
     """
-    config = ScheduleConfig(shape=costs.shape, cost_model=attention, context_parallel_size=size)
+    config = ScheduleConfig(shape=shape, context_parallel_size=size)
     capacities = np.full(ranks, int(lengths.sum()) // ranks, dtype=np.int64)
     scheduler = HybridContextParallel(config)
     try:
-        planned = scheduler.plan_rounds(lengths, capacities, Mask())
+        return scheduler.plan_rounds(lengths, capacities, Mask())
     except ValueError:
+        return None
+
+
+def simulate_hybrid(
+    lengths: Int64s,
+    ranks: int,
+    planned: HybridPlan | None,
+    costs: ModelCosts,
+    attention: CostModel,
+) -> Outcome:
+    """Simulates a global batch.
+
+    Args:
+        lengths: tokens of each document, int64.
+        ranks: data- and context-parallel ranks, one pool.
+        planned: the rounds; None: the iteration does not fit, and never ends.
+        costs: costs of the model on the cluster.
+        attention: forward seconds of tasks.
+    """
+    if planned is None:
         return _no_plan(int(lengths.sum()), ranks, costs)
     placement = planned.plan.placement
     pairs = np.unique(placement.document * ranks + placement.rank)

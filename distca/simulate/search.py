@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from distca.plan.span import Int64s
 from distca.simulate.bounds import Bounds
+from distca.simulate.choice import Choice
 from distca.simulate.space import (
     candidates,
     divisions,
@@ -48,39 +50,22 @@ sequences may all lie on one side: two layouts of WLB-LLM at 512K had 1.050 ther
 24."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A system in its best configuration.
+class Evaluate(Protocol):
+    """Simulates configurations in the first batches; may stop after one in which they don't fit."""
 
-    Attributes:
-        system: one of `SYSTEMS`.
-        candidate: best configuration; None: all are out of memory, or nothing divides.
-        seconds: time of an iteration, the mean over all batches.
-        tokens_per_second: throughput of all GPUs together.
-        memory_gb: memory of the GPU that needs most, over all batches.
-        idle: share of the time in which compute is not busy.
-        exposed: share of the time in which compute waits for exchanges, and for others in them.
-        tried: number of configurations that divide the workload.
-        simulated: number of configurations that ran.
-        out_of_memory: number of configurations that are known not to fit.
-        seconds_of_batches: time of the iteration of each batch.
-    """
+    def __call__(
+        self, some: Sequence[Candidate], count: int, *, parts: bool = False
+    ) -> Mapping[Candidate, Sequence[Trial]]:
+        """Returns the trials of each configuration.
 
-    system: str
-    candidate: Candidate | None
-    seconds: float
-    tokens_per_second: float
-    memory_gb: float
-    idle: float
-    exposed: float
-    tried: int
-    simulated: int
-    out_of_memory: int
-    seconds_of_batches: tuple[float, ...] = ()
+        Args:
+            some: configurations.
+            count: number of batches.
+            parts: whether the first batch of those that run it now is broken down, too.
+        """
+        ...
 
 
-Evaluate = Callable[[Sequence[Candidate], int], Mapping[Candidate, Sequence[Trial]]]
-"""Simulates configurations in the first batches; may stop after one in which they don't fit."""
 Variants = Callable[[Candidate, Workload], list[Candidate]]
 """Lists variants of a configuration."""
 
@@ -172,6 +157,7 @@ def find_best(
         float(np.mean([trial.exposed for trial in trials])),
         *counts,
         tuple(trial.seconds for trial in trials),
+        trials[0].parts,
     )
 
 
@@ -372,7 +358,7 @@ class _Search:
         """Returns the best configuration if it fits in all batches, else one that does: of those
         that have run most batches the fastest; None: none does."""
         for candidate in (best, *self._most_tried([*self.trials])):
-            if self._run([candidate], len(self.batches)):
+            if self._run([candidate], len(self.batches), last=True):
                 return candidate
         return None
 
@@ -408,7 +394,7 @@ class _Search:
         first, count = self._first, self._compared_batches
         for variants, worth_it in self.effort.sweeps:
             tried = variants(best, self.workload)
-            if count == 1 and all(self.bounds[0].has_many_pools(c) for c in (best, *tried)):
+            if self._few_pools_choose([best, *tried]):
                 usable = self.workload.cluster.usable_bytes
                 fit = [best, *(c for c in tried if self._least_memory(c) <= usable)]
                 least = min(map(self.bound, fit))
@@ -448,20 +434,45 @@ class _Search:
         ran = {sizes_of(candidate) for candidate in self.trials if candidate.pool_size is None}
         return len(ran - able - unknown)
 
-    def _run(self, some: Sequence[Candidate], count: int) -> list[Candidate]:
-        """Runs configurations in the first batches; returns those that fit, the fastest first."""
+    def _run(self, some: Sequence[Candidate], count: int, last: bool = False) -> list[Candidate]:
+        """Runs configurations in the first batches; returns those that fit, the fastest first.
+
+        Args:
+            some: configurations.
+            count: number of batches.
+            last: whether these are their last figures. Else, where one batch chooses, a few server
+                pools stand for many.
+        """
+        few = []
         for candidate in some:
             sample = self.bounds[0].sample(candidate)
             if sample is not None and not sample.outcome.fits and candidate not in self.trials:
                 # More micro-batches take no less memory.
                 self.trials[candidate] = [Trial.of(sample.outcome)]
-        able = [each for each in some if self._fits(each)]
+            if not last and self._few_pools_choose([candidate]):
+                few.append(candidate)
+                self.trials.setdefault(candidate, [self._of_few_pools(candidate)])
+        able = [each for each in some if self._fits(each) and each not in few]
         if able:
-            for candidate, run in self.evaluate(able, count).items():
-                # What ran more batches before keeps them.
-                self.trials[candidate] = max(self.trials.get(candidate, ()), run, key=len)
+            # Plans of many ticks take minutes, so that they are made once.
+            parts = last or any(map(self.bounds[0].has_many_ticks, able))
+            for candidate, run in self.evaluate(able, count, parts=parts).items():
+                # What ran more batches before keeps them; all pools replace a few of them.
+                self.trials[candidate] = max(run, self.trials.get(candidate, ()), key=len)
         able = [candidate for candidate in some if self._fits(candidate)]
         return sorted(able, key=lambda each: self._seconds(each, count))
+
+    def _few_pools_choose(self, some: Sequence[Candidate]) -> bool:
+        """Whether a few of the server pools choose among configurations: where one batch chooses,
+        and all have many pools."""
+        return self._compared_batches == 1 and all(map(self.bounds[0].has_many_pools, some))
+
+    def _of_few_pools(self, candidate: Candidate) -> Trial:
+        """Returns the first batch's figures, as far as a few server pools tell them."""
+        of_few, least = self.bounds[0].few_pools(candidate), self._least_memory(candidate)
+        assert of_few is not None
+        fits = least <= self.workload.cluster.usable_bytes
+        return replace(Trial.of(of_few), fits=fits, memory_gb=least / 1e9)
 
     def _fits(self, candidate: Candidate) -> bool:
         return all(trial.fits for trial in self.trials.get(candidate, ()))

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from distca.plan.span import Int64s
 from distca.schedule import BufferBoundError
 from distca.schedule.training.planner_process import PlannerProcess, ProcessEndedError
+from distca.simulate.breakdown import Breakdown, simulate_and_break_down
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.outcome import Outcome
 from distca.simulate.workload import Candidate, Workload, simulate
@@ -33,6 +34,7 @@ class Trial:
         memory_gb: memory of the GPU that needs most.
         idle: share of the time in which compute is not busy.
         exposed: share of the time in which compute waits for exchanges, and for others in them.
+        parts: what the time is spent on; None: that was not asked for.
     """
 
     fits: bool
@@ -41,10 +43,11 @@ class Trial:
     memory_gb: float
     idle: float
     exposed: float
+    parts: Breakdown | None = None
 
     @staticmethod
-    def of(outcome: Outcome) -> Trial:
-        """Takes the figures of an outcome."""
+    def of(outcome: Outcome, parts: Breakdown | None = None) -> Trial:
+        """Takes the figures of an outcome, and its parts."""
         return Trial(
             outcome.fits,
             outcome.seconds,
@@ -52,12 +55,20 @@ class Trial:
             float(outcome.memory_bytes.max()) / 1e9,
             outcome.idle,
             float(outcome.exposed.mean()) / outcome.seconds,
+            parts,
         )
 
     @staticmethod
-    def run(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> Trial:
+    def run(
+        candidate: Candidate,
+        workload: Workload,
+        sequences: Sequence[Int64s],
+        parts: bool = False,
+    ) -> Trial:
         """Simulates an iteration; one that no plan can have does not fit."""
         try:
+            if parts:
+                return Trial.of(*simulate_and_break_down(candidate, workload, sequences))
             return Trial.of(simulate(candidate, workload, sequences))
         except BufferBoundError:
             return Trial.impossible(workload)
@@ -76,14 +87,20 @@ class Told(Protocol):
     def __call__(self, candidate: Candidate, /) -> None: ...
 
 
+_Unit: TypeAlias = tuple[Candidate, int, bool]
+"""A configuration, the number of the batch, and whether its time is broken down."""
+
+
 class Trials:
     """Iterations of a workload's configurations, each simulated once; a context manager.
 
     Args:
         workload: model, cluster and sizes.
         batches: sequences of each global batch, as `simulate` takes them.
-        processes: number of processes that simulate; 1: this one.
-        told: function that is called after each iteration.
+        processes: number of processes that simulate; 1: this one. With several, hybrid context
+            parallelism has a further one of its own: Megatron's scheduler takes 700 MB there, and
+            keeps it busy while the others plan.
+        told: function that is called after each iteration, on the thread that asks for it.
     """
 
     def __init__(
@@ -95,73 +112,83 @@ class Trials:
     ) -> None:
         self._workload, self._batches, self._told = workload, batches, told
         self._found: dict[Candidate, list[Trial]] = {}
-        self._processes, self._running = processes, 0
+        self._processes = processes
         self._stack = ExitStack()
         self._threads: ThreadPoolExecutor | None = None
         self._free: queue.SimpleQueue[PlannerProcess[Trial]] = queue.SimpleQueue()
+        self._hybrid: PlannerProcess[Trial] | None = None
 
-    def _start(self, processes: int) -> None:
-        """Starts simulating processes in place of those that run, unless as many run."""
-        if processes == self._running:
-            return
-        self._stack.close()
-        self._free = queue.SimpleQueue()
-        self._threads = self._stack.enter_context(ThreadPoolExecutor(processes))
-        for _ in range(processes):
-            process = PlannerProcess(Trial.run, "the simulating process")
-            # Before the threads end: a call that one waits for ends, too.
-            self._stack.callback(process.close)
-            self._free.put(process)
-        self._running = processes
+    @property
+    def has_processes(self) -> bool:
+        """Whether hybrid context parallelism may be simulated on a thread beside the others."""
+        return self._processes > 1
+
+    def _start(self) -> PlannerProcess[Trial]:
+        process = PlannerProcess(Trial.run, "the simulating process")
+        # Before the threads end: a call that one waits for ends, too.
+        self._stack.callback(process.close)
+        return process
 
     def __enter__(self) -> Trials:
+        if self.has_processes:
+            # Here, on the main thread: a process ends with the thread that made it.
+            self._threads = self._stack.enter_context(ThreadPoolExecutor(self._processes))
+            for _ in range(self._processes):
+                self._free.put(self._start())
+            self._hybrid = self._start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def first(self, some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+    def first(
+        self, some: Sequence[Candidate], count: int, *, parts: bool = False
+    ) -> dict[Candidate, list[Trial]]:
         """Returns the trials of the first batches, up to one in which a configuration doesn't fit.
 
         Args:
             some: configurations.
             count: number of batches.
+            parts: whether the first batch of those that run it now is broken down, too.
         """
         missing = [
-            (candidate, number)
+            (candidate, number, parts and number == 0)
             for candidate in some
             for number in range(len(self._found.get(candidate, ())), count)
             if all(each.fits for each in self._found.get(candidate, ()))
         ]
-        for (candidate, _), each in zip(missing, self._run(missing), strict=True):
+        for (candidate, *_), each in zip(missing, self._run(missing), strict=True):
             mine = self._found.setdefault(candidate, [])
             if all(other.fits for other in mine):
                 mine.append(each)
         return {candidate: self._found[candidate] for candidate in some}
 
-    def _run(self, units: Sequence[tuple[Candidate, int]]) -> Iterator[Trial]:
-        """Simulates configurations in batches, given by number."""
-        if self._processes == 1 or not units:
+    def _run(self, units: Sequence[_Unit]) -> Iterator[Trial]:
+        """Simulates configurations in batches."""
+        if self._threads is None:
             found: Iterable[Trial] = (self._here(*unit) for unit in units)
+        elif any(each.system == HYBRID for each, *_ in units):
+            assert self._hybrid is not None
+            found = [self._in(self._hybrid, unit) for unit in units]
         else:
-            # Megatron's scheduler takes 700 MB in a process that loads it: one does, alone.
-            hybrid = any(each.system == HYBRID for each, _ in units)
-            self._start(1 if hybrid else self._processes)
-            assert self._threads is not None
             found = self._threads.map(self._elsewhere, units)
-        for (candidate, _), each in zip(units, found, strict=True):
+        for (candidate, *_), each in zip(units, found, strict=True):
             self._told(candidate)
             yield each
 
-    def _here(self, candidate: Candidate, number: int) -> Trial:
-        return Trial.run(candidate, self._workload, self._batches[number])
+    def _here(self, candidate: Candidate, number: int, parts: bool) -> Trial:
+        return Trial.run(candidate, self._workload, self._batches[number], parts)
 
-    def _elsewhere(self, unit: tuple[Candidate, int]) -> Trial:
-        candidate, number = unit
+    def _elsewhere(self, unit: _Unit) -> Trial:
         process = self._free.get()
         try:
-            return process(candidate, self._workload, self._batches[number])
-        except ProcessEndedError as error:
-            raise ChildProcessError(str(error)) from None
+            return self._in(process, unit)
         finally:
             self._free.put(process)
+
+    def _in(self, process: PlannerProcess[Trial], unit: _Unit) -> Trial:
+        candidate, number, parts = unit
+        try:
+            return process(candidate, self._workload, self._batches[number], parts)
+        except ProcessEndedError as error:
+            raise ChildProcessError(str(error)) from None

@@ -14,16 +14,18 @@ import pytest
 from distca import progress
 from distca.commands import simulate as simulate_command
 from distca.commands.main import main
-from distca.commands.simulate_report import PARTS, TOO_MANY_TICKS
+from distca.commands.simulate_report import PARTS
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
     DISTCA_SYSTEMS,
     SYSTEMS,
+    Breakdown,
     Candidate,
     Outcome,
     Workload,
     advise,
+    break_down,
     candidates,
     divisions,
     pack_sequences,
@@ -95,18 +97,25 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
     assert any(event["name"] == "core attention" for event in events)
 
 
-def test_a_missing_breakdown_says_why(
+def test_plans_of_many_ticks_are_not_made_again_for_the_breakdown(
     command, lengths_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    again = []
+
+    def noted(candidate: Candidate, *job: object) -> Breakdown:
+        again.append(candidate.system)
+        return break_down(candidate, *job)
+
+    monkeypatch.setattr("distca.commands.simulate.break_down", noted)
     monkeypatch.setattr(
         Bounds, "has_many_ticks", lambda _, candidate: candidate.system in DISTCA_SYSTEMS
     )
     monkeypatch.setattr(Bounds, "sample", lambda *_: None)
     systems = ["--systems", "plain", "tiles"]
     lines = command.run("--lengths", lengths_file, *SMALL, *systems).splitlines()
-    assert TOO_MANY_TICKS in lines
     told = lines.index("Where the time of an iteration goes, in seconds (first batch):")
-    assert lines[told + 1].split() == ["plain", "Megatron"]
+    assert lines[told + 1].split() == ["DistCA,", "tiles", "plain", "Megatron"]
+    assert again == ["plain"]
 
 
 def test_json_has_what_the_table_has(

@@ -120,7 +120,9 @@ def test_what_a_bound_leaves_out() -> None:
         """Runs the fast ones as their bounds say, all others in the slow time."""
         ran: list[Candidate] = []
 
-        def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+        def evaluate(
+            some: Sequence[Candidate], count: int, *, parts: bool = False
+        ) -> dict[Candidate, list[Trial]]:
             ran.extend(each for each in some if each not in ran)
             seconds = {each: bounds.seconds(each) if each in fast else slow for each in some}
             return {each: [Trial(True, seconds[each], 1, 1.0, 0.0, 0.0)] * count for each in some}
@@ -149,7 +151,7 @@ def test_last_resorts_are_no_variants_that_ran_a_batch_alone() -> None:
     }
     bounds, effort = [Bounds(JOB, documents)], Effort(1, 1, last_tolerance=0.2)
     batches = [documents, documents]
-    search = _Search(JOB, batches, lambda some, count: {}, effort, [], bounds, dict(trials))
+    search = _Search(JOB, batches, lambda some, count, parts: {}, effort, [], bounds, dict(trials))
     found = search.last_resorts()
     assert {each.tolerance for each in found} == {None, 0.2}
     assert {replace(each, max_buffer_bytes=None, tolerance=None) for each in found} == {plain}
@@ -229,6 +231,42 @@ def test_an_iteration_of_a_few_pools_is_a_bound_of_all() -> None:
         assert bounds.seconds(pools) > 1.01 * bounds.seconds(replace(pools, pool_size=None))
 
 
+def test_a_few_pools_choose_where_one_batch_does() -> None:
+    """Of configurations with many pools the best one alone runs all of them, and is broken down."""
+    context, sequences = 32_768, 32
+    cluster = replace(CLUSTERS["dgx-h200"], charges=PUBLISHED)
+    workload = Workload(MODELS["llama-8b"], cluster, 128, context, sequences, tolerance=0.05)
+    lengths = draw(DISTRIBUTIONS["pretrain"], sequences * context, 0)
+    documents = pack_sequences(lengths, sequences, context)
+    plain = Candidate("tiles", 2, 1, 64, 1, 2)
+    pools = [replace(plain, pool_size=size) for size in (8, 4)]
+    ran: list[tuple[Candidate, bool]] = []
+
+    with Trials(workload, [documents]) as trials:
+
+        def evaluate(
+            some: Sequence[Candidate], count: int, *, parts: bool = False
+        ) -> dict[Candidate, list[Trial]]:
+            ran.extend((each, parts) for each in some)
+            return trials.first(some, count, parts=parts)
+
+        effort = Effort(2, 1, 1, 1, lambda *_: pools, [(lambda best, _: [*pools, best], 1.0)])
+        bounds = [Bounds(workload, documents)]
+        search = _Search(workload, [documents], evaluate, effort, [plain], bounds)
+        best = search.next_best()
+        assert best in pools
+        assert best == min(pools, key=bounds[0].seconds)
+        # Those that do not run are known by a few of their pools.
+        assert {*search.trials} == {plain, *pools}
+        assert search.in_all_batches(best) == best
+    assert ran == [(plain, False), (best, True)]
+    (trial,) = search.trials[best]
+    assert trial.tokens == sequences * context
+    assert trial.seconds == simulate(best, workload, documents).seconds
+    assert trial.parts is not None
+    assert trial.parts.seconds == pytest.approx(trial.seconds)
+
+
 MANY_TICKS = replace(JOB, sequences=96)
 """A job whose micro-batches can be many."""
 
@@ -273,7 +311,9 @@ def test_a_search_goes_by_samples_of_many_ticks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(simulated_bounds, "_LARGE", 1)
     ran: list[Candidate] = []
 
-    def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+    def evaluate(
+        some: Sequence[Candidate], count: int, *, parts: bool = False
+    ) -> dict[Candidate, list[Trial]]:
         ran.extend(some)
         return {each: [Trial(True, promised(each), 1, 1.0, 0.0, 0.0)] * count for each in some}
 
@@ -297,8 +337,10 @@ def test_one_batch_chooses_where_it_has_many_sequences() -> None:
         counts: dict[Candidate, int] = {}
         real = trials.first
 
-        def counted(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
-            found = real(some, count)
+        def counted(
+            some: Sequence[Candidate], count: int, *, parts: bool = False
+        ) -> dict[Candidate, list[Trial]]:
+            found = real(some, count, parts=parts)
             counts.update({each: len(run) for each, run in found.items()})
             return found
 
@@ -327,7 +369,7 @@ class Told(Trials):
         super().__init__(workload, batches)
         self._seconds = seconds
 
-    def _here(self, candidate: Candidate, number: int) -> Trial:
+    def _here(self, candidate: Candidate, number: int, parts: bool) -> Trial:
         seconds = self._seconds(candidate, number)
         return Trial(seconds is not None, seconds or np.inf, 1, 1.0, 0.0, 0.0)
 
@@ -415,7 +457,9 @@ def test_a_faster_variant_is_taken_whatever_batches_are_told_again() -> None:
     kept = replace(plain, keeps_inputs=True)
     trials = Told(FEW, batches, lambda candidate, number: 1.0 if candidate == plain else 0.9)
 
-    def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+    def evaluate(
+        some: Sequence[Candidate], count: int, *, parts: bool = False
+    ) -> dict[Candidate, list[Trial]]:
         return {each: run[:count] for each, run in trials.first(some, count).items()}
 
     bounds = [Bounds(FEW, each) for each in batches[:4]]

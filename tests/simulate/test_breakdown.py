@@ -19,6 +19,7 @@ CONFIGURATIONS = (
     Candidate("per-document-cp", 1, 1, 2, 4, 2),
     Candidate("cp-p2p", 1, 1, 1, 8, 4),
     Candidate("plain", 1, 2, 4, 1, 1),
+    Candidate("hybrid-cp", 1, 1, 2, 4, 1),
 )
 """System, TP, PP, DP, CP and micro-batches."""
 
@@ -30,7 +31,11 @@ def parts(candidate: Candidate, job: Workload) -> Breakdown:
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("candidate", CONFIGURATIONS, ids=str)
 def test_parts_add_up_to_the_iteration(candidate: Candidate, job: str) -> None:
-    if job == "windows" and candidate.system == "cp-p2p":
+    if candidate.system == "hybrid-cp":
+        pytest.importorskip("megatron.core")
+        if job == "latents":
+            pytest.skip("Megatron-LM's hybrid context parallelism has no latents")
+    if job == "windows" and candidate.system in ("cp-p2p", "hybrid-cp"):
         pytest.skip("rings have no windows")
     if job == "experts" and candidate.pool_size is not None:
         pytest.skip("server pools have no experts")

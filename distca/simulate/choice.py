@@ -1,0 +1,41 @@
+"""What a search finds for a system: its best configuration, with figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.simulate.breakdown import Breakdown
+from distca.simulate.workload import Candidate
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A system in its best configuration.
+
+    Attributes:
+        system: one of `SYSTEMS`.
+        candidate: best configuration; None: all are out of memory, or nothing divides.
+        seconds: time of an iteration, the mean over all batches.
+        tokens_per_second: throughput of all GPUs together.
+        memory_gb: memory of the GPU that needs most, over all batches.
+        idle: share of the time in which compute is not busy.
+        exposed: share of the time in which compute waits for exchanges, and for others in them.
+        tried: number of configurations that divide the workload.
+        simulated: number of configurations that ran.
+        out_of_memory: number of configurations that are known not to fit.
+        seconds_of_batches: time of the iteration of each batch.
+        parts: what the first batch's time is spent on; None: that was not asked for.
+    """
+
+    system: str
+    candidate: Candidate | None
+    seconds: float
+    tokens_per_second: float
+    memory_gb: float
+    idle: float
+    exposed: float
+    tried: int
+    simulated: int
+    out_of_memory: int
+    seconds_of_batches: tuple[float, ...] = ()
+    parts: Breakdown | None = None
