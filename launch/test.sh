@@ -6,6 +6,7 @@
 # launch/test.sh --python 3.11 runs the tests of all that needs no Megatron with that Python.
 # launch/test.sh --vllm runs the tests of vLLM's connector, in an environment of its own (Python 3.11).
 # launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of all.
+# What stands behind -- goes to pytest as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/common.sh
@@ -18,6 +19,33 @@ test_in() {
     shift
     exec python -m pytest "${pytest_flags[@]}" "$@"
 }
+# Before set-up, which takes minutes: flags that neither these tests nor pytest have.
+known=' --full --no-ping-pong --transport --collect-only --co --lf --last-failed --ff --failed-first --nf --sw
+ --stepwise --stepwise-skip --maxfail --exitfirst --durations --durations-min --tb --showlocals --deselect
+ --ignore --ignore-glob --pdb --trace --fixtures --markers --setup-show --setup-plan --capture --color
+ --junitxml --verbose --quiet --log-level --log-cli-level --log-file --basetemp --cache-clear --cache-show
+ --dist --numprocesses --import-mode --strict-markers --version '
+case ${1:-} in
+    --help | -h | --mutants | --recording) ;;
+    *)
+        words=()
+        while [ $# -gt 0 ] && [ "$1" != -- ]; do
+            word=$1
+            case $word in
+                --megatron | --python | --vllm) [ ${#words[@]} = 0 ] || die "$word must come first" ;;
+                --*)
+                    [[ $known == *[[:space:]]"${word%%=*}"[[:space:]]* ]] ||
+                        die "unknown flag $word: launch/test.sh --help lists its own. Another one of pytest" \
+                            "goes behind --: launch/test.sh -- $word"
+                    ;;
+            esac
+            words+=("$word")
+            shift
+        done
+        # pytest would take what stands behind -- for files.
+        set -- "${words[@]}" "${@:2}"
+        ;;
+esac
 case ${1:-} in
     --help | -h)
         sed -n '2,/^[^#]/s/^# \{0,1\}//p' launch/test.sh

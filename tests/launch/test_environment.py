@@ -227,6 +227,7 @@ def test_pythons_of_version_managers_are_found(checkout: Checkout) -> None:
         (["-k", "plan"], ["python"]),
         (["--python", "3.11"], ["python"]),
         (["--megatron", "0.18.2", "-n", "0"], ["python"]),
+        (["-k", "plan", "--maxfail=2", "--", "--nosuch", "a b"], ["python"]),
     ],
 )
 def test_with_arguments_pytest_alone_runs(
@@ -245,8 +246,32 @@ def test_with_arguments_pytest_alone_runs(
     )
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == programs
-    given = " ".join(arg for arg in arguments if arg not in ("--python", "--megatron"))
+    given = " ".join(arg for arg in arguments if arg not in ("--python", "--megatron", "--"))
     assert lines[-1].endswith(given.removeprefix("3.11").removeprefix("0.18.2 "))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--nosuch"], "unknown flag --nosuch: launch/test.sh --help lists its own."),
+        (["--vllm", "-k", "plan", "--ful"], "unknown flag --ful"),
+        (["-k", "plan", "--megatron", "0.18.2"], "--megatron must come first"),
+    ],
+)
+def test_unknown_flags_are_refused_before_set_up(
+    checkout: Checkout, arguments: list[str], why: str
+) -> None:
+    (checkout.folder / "launch" / "setup.sh").write_text("echo set-up\n")
+    done = subprocess.run(
+        ["bash", "launch/test.sh", *arguments],
+        cwd=checkout.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {why}")
 
 
 def test_environments_of_versions_are_kept_for_all_checkouts(checkout: Checkout) -> None:
