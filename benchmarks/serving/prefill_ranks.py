@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.serving.ring_prefill import save_model
-from distca.attention.kernel_timing import cpu_name
 from distca.inference.llm import configure
 from distca.inference.models import read_model
+from distca.machine import cpu_name
 from distca.prefill.client import PrefillClient
 from distca.prefill.facts import model_facts
 from distca.prefill.front import Front

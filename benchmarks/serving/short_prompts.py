@@ -34,13 +34,13 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import answer, read_answer
 from benchmarks.serving.http_servers import VOCABULARY, write_model
-from distca.attention.kernel_timing import cpu_name
 from distca.inference import llm, worker
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.engine import Engine
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
 from distca.inference.sampling import SamplingParams
+from distca.machine import cpu_name
 
 SYSTEMS = ("distca", "vllm")
 PARTS = {

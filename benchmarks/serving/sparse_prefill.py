@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,12 +35,12 @@ from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces,
 from benchmarks.serving import layouts
 from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.ring_prefill import save_model
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.link import Links
 from distca.inference.machine import CPUS
 from distca.inference.models import ServedModel, model_size, read_model
+from distca.machine import cpu_name
 from distca.plan import Mask
-from distca.schedule.serving import Sharding, nobody_holds, shard_evenly, step_plan
+from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.csps import Levels, NodeParts, Sparsity
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.pipeline import NearToFar
@@ -81,23 +80,25 @@ class Way:
         dropped = f"p = {self.drop:g}" if self.drop else "dense"
         return f"{parts}, {dropped}" + ", contiguous" * (self.node_parts == "contiguous")
 
-    def planned(self, model: ServedModel, ranks: int) -> tuple[PrefillStrategy, Sharding]:
-        """What travels, and who owns new tokens; of sp-tp one rank has them all."""
+    def planned(self, model: ServedModel, ranks: int) -> tuple[PrefillStrategy, Levels | None]:
+        """What travels, and who shares out the new tokens; None: all evenly."""
         if self.name == "sp-tp":
-            return "pass-kv", partial(shard_evenly, world_size=1)
+            return "pass-kv", None
         if self.name != "csps":
-            return self.name, partial(shard_evenly, world_size=ranks)
+            return self.name, None
         sparsity = Sparsity.of_drop_ratio(self.drop, len(model.windows), model.shape.kv_heads)
         levels = Levels(Links(ranks), ranks, self.node_parts)
-        strategy = NearToFar(levels, sparsity, model.windows, (self.partitions,))
-        return strategy, strategy.shard
+        return NearToFar(levels, sparsity, model.windows, (self.partitions,)), levels
 
     def simulated(self, model: ServedModel, job: layouts.Job, machine: Cluster) -> float:
         """Simulated seconds to the first token."""
         size = job.ranks if self.name == "sp-tp" else 1
         costs = InferenceCosts(model_size(model), machine, size, model.dtype.itemsize)
-        strategy, sharding = self.planned(model, job.ranks)
-        new = sharding(np.zeros(1, dtype=np.int64), np.array([job.tokens]))
+        strategy, levels = self.planned(model, job.ranks)
+        tokens = np.zeros(1, dtype=np.int64), np.array([job.tokens])
+        # Of sp-tp one rank has them all.
+        ranks = 1 if self.name == "sp-tp" else job.ranks
+        new = shard_evenly(*tokens, ranks) if levels is None else levels.shard(*tokens)
         held, shape = nobody_holds(new.world_size), costs.shape
         if isinstance(strategy, NearToFar):
             found = plan_layers(held, new, model.masks, strategy)
@@ -136,11 +137,11 @@ def work(rank: int, job: layouts.Job) -> None:
     answer(rank, {})
     for line in sys.stdin:
         way = Way(*json.loads(line))
-        strategy, sharding = way.planned(model, job.ranks)
+        strategy, levels = way.planned(model, job.ranks)
         if way.name == "sp-tp":
             ran = split.prefill(strategy, "sp-tp")
         else:
-            ran = whole.prefill(strategy, None, sharding)
+            ran = whole.prefill(strategy, None, levels)
         everyones: list[Any] = [None] * job.ranks
         dist.all_gather_object(everyones, ran)
         sent = [each["sent"] for each in everyones]

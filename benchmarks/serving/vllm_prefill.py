@@ -53,7 +53,7 @@ from benchmarks.serving.http_servers import (
     tree_of,
     write_model,
 )
-from distca.attention.kernel_timing import cpu_name
+from distca.machine import cpu_name
 from distca.progress import track
 
 ALONE, CONNECTED = "vLLM alone", "vLLM with prefill ranks"

@@ -44,9 +44,9 @@ from benchmarks.plans.hybrid_cp import plan_way
 from benchmarks.training.run import Measured, begin, parsed
 from benchmarks.training.setting import MIXES, Setting, document_lengths
 from benchmarks.virtual_ranks import Part, Replayed, Rows, replay
-from distca.attention.kernel_timing import cpu_name
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.volume import AttentionShape
+from distca.machine import cpu_name
 from distca.plan import BLOCK, Plan
 from distca.plan.span import Floats, Int64s
 from distca.progress import progress

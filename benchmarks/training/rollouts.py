@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
-from distca.attention.kernel_timing import cpu_name
 from distca.library import Planner, Rollout, Tree, hugging_face, share_prefixes
 from distca.library.nodes import Nodes
+from distca.machine import cpu_name
 from distca.plan import Mask
 from distca.progress import progress
 

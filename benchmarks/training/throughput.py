@@ -60,7 +60,7 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.training.run import begin, measure, measured, model_size, parsed
 from benchmarks.training.setting import MIXES, MODES, Setting
-from distca.attention.kernel_timing import cpu_name
+from distca.machine import cpu_name
 from distca.schedule import SCHEDULERS
 from distca.simulate import peak_tflops
 

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import torch
 from distca.attention import Kernel, KernelTasks, select_kernel_of_heads
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
+from distca.machine import cpu_name
 
 HELD_OUT = 40
 """Number of points that are measured to see how far predictions are off."""
@@ -222,16 +222,6 @@ def _provenance(device: str, kernel: Kernel) -> dict[str, str]:
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
-
-
-def cpu_name() -> str:
-    """Returns the name of this machine's processor."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def held_out_errors(

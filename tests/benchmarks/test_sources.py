@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,16 +70,6 @@ def test_messages_of_errors_are_no_code_but_conditions_are(repository: Path) -> 
         forget()
         digests.append(sources.digest_of_script(script))
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_the_check_is_a_note(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Stored pages may be stale: the command says so, and ends well."""
-    monkeypatch.setattr(sys, "argv", ["pages.py", "--check"])
-    pages.main()
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last.endswith("have no digest")
 
 
 def test_every_page_says_which_code_made_it() -> None:

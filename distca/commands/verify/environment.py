@@ -8,9 +8,9 @@ import socket
 import torch
 
 from distca import __version__
-from distca.attention.kernel_timing import cpu_name
 from distca.commands.doctor import examine
 from distca.commands.verify.stage import Context, Fault, Found
+from distca.machine import cpu_name
 
 LEAST_FREE = 1 << 30
 """Bytes of a GPU's memory that the other stages need: an eighth of what small GPUs have."""
