@@ -18,6 +18,7 @@ FLOORS: dict[str, set[str]] = {
     "distca.__version__": set(),
     "distca.checkpoints": set(),
     "distca.lifetime": set(),
+    "distca.machine": set(),
     "distca.native": set(),
     "distca.palette": set(),
     "distca.progress": set(),
@@ -31,7 +32,7 @@ FLOORS: dict[str, set[str]] = {
     "distca.schedule": {
         *("distca.plan", "distca.cost", "distca.lifetime", "distca.quiet", "distca.wording"),
     },
-    "distca.attention": {"distca.plan", "distca.cost", "distca.native"},
+    "distca.attention": {"distca.machine", "distca.plan", "distca.cost", "distca.native"},
     "distca.transport": {"distca.native", "distca.wording"},
     "distca.simulate": {*PURE, "distca.timeline"},
     "distca.runtime": {*PURE, "distca.attention", "distca.transport", "distca.timeline"},
