@@ -133,7 +133,6 @@ BLOCKS = {
     '{"messages": [': "test_the_lines_of_conversations",
     '{"prompt": "How far': "test_the_lines_of_conversations",
     "tiles, DP4: events on": "test_recording.py",
-    "dispatch 0  receive 0": "test_stepped_call.py has the order of steps",
     "models/llama: the weights are not": "test_weights.py",
     "@article{": "no program prints it",
     "benchmarks/  data/": "no program prints it",
