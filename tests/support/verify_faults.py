@@ -81,6 +81,12 @@ def fault(stage: str, ranks: int = 1) -> Callable[[Any], Any]:
     return take
 
 
+@fault("environment")
+def another_process_has_the_memory() -> Iterator[None]:
+    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(500_000_000, 80_000_000_000)):
+        yield
+
+
 @fault("kernels")
 def a_kernel_ignores_its_window() -> Iterator[None]:
     unbounded = {"window_size_left": None, "window_size_right": None}
