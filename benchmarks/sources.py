@@ -74,7 +74,9 @@ def _commit() -> str:
         return done.stdout.strip()
 
     try:
-        commit, changed = git("rev-parse", "--short=8", "HEAD"), git("status", "--porcelain")
+        commit = git("rev-parse", "--short=8", "HEAD")
+        # Pages that were made before this one are no code.
+        changed = git("status", "--porcelain", "--", *PACKAGES, ":!benchmarks/results")
     except (OSError, subprocess.SubprocessError):
         return "files that are in no repository"
     return f"commit {commit}" + (" with changes" if changed else "")

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from distca.plan.span import Int64s
 from distca.simulate.choice import Choice
+from distca.simulate.effort import Effort, Evaluate
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.search import Effort, Evaluate, find_best
+from distca.simulate.search import find_best
 from distca.simulate.space import (
     with_chains,
     with_kept_inputs,

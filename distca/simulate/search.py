@@ -10,15 +10,15 @@ the efforts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from distca.plan.span import Int64s
 from distca.simulate.bounds import Bounds
 from distca.simulate.choice import Choice
+from distca.simulate.effort import Effort, Evaluate
 from distca.simulate.space import (
     candidates,
     divisions,
@@ -48,57 +48,6 @@ _SURE = 8
 """Batches that tell the range of a ratio. Long documents are in few batches, so that 4 of 2
 sequences may all lie on one side: two layouts of WLB-LLM at 512K had 1.050 there, and 0.963 over
 24."""
-
-
-class Evaluate(Protocol):
-    """Simulates configurations in the first batches; may stop after one in which they don't fit."""
-
-    def __call__(
-        self, some: Sequence[Candidate], count: int, *, parts: bool = False
-    ) -> Mapping[Candidate, Sequence[Trial]]:
-        """Returns the trials of each configuration.
-
-        Args:
-            some: configurations.
-            count: number of batches.
-            parts: whether the first batch of those that run it now is broken down, too.
-        """
-        ...
-
-
-Variants = Callable[[Candidate, Workload], list[Candidate]]
-"""Lists variants of a configuration."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Extent of a search for a system's best configuration.
-
-    Attributes:
-        keep: number of configurations, fastest in the first round, that are found for sure. That
-            round leaves out configurations whose bounds are above these. With `--distca` it also
-            leaves out pipelines whose `estimate` is above these, and configurations that only
-            divide a batch further than others that fit: without a pipeline this costs launches and
-            exchanges and gains memory alone.
-        batches: number of batches in which these are compared. The best one runs all in any case.
-        first: number of batches of the first round. After one batch, which tells no range, the
-            configurations that `keep` counts run more; after several all that are not much slower.
-        fitting: number of configurations that are to fit in the first round, in the order of their
-            `estimate`; None: all that do, in the order of their bounds.
-        alternatives: function of a configuration that fits, which returns others for the first
-            round, before further ones are held against all that fit; None: there are none.
-        sweeps: variants of the best one that run the same batches, in turn: each a function of it,
-            and the ratio up to which the first of equally fast ones is taken.
-        last_tolerance: value of `Candidate.tolerance` that is tried where nothing fits; None: none.
-    """
-
-    keep: int
-    batches: int
-    first: int = 1
-    fitting: int | None = None
-    alternatives: Variants | None = None
-    sweeps: Sequence[tuple[Variants, float]] = ()
-    last_tolerance: float | None = None
 
 
 def find_best(
@@ -276,7 +225,7 @@ class _Search:
             fitting += found
             others += self._run_alternatives(found)
             left[:0] = self._substitutes(some)
-        both = [*fitting, *others]
+        both = [*fitting, *others, *self._run_other_pools()]
         return sorted(both, key=lambda candidate: self._seconds(candidate, self._first))
 
     def _run_alternatives(self, found: Sequence[Candidate]) -> list[Candidate]:
@@ -295,12 +244,34 @@ class _Search:
             left += [o for each in failed for o in with_more_micro_batches(each, self.workload)]
         return able
 
+    def _run_other_pools(self) -> list[Candidate]:
+        """Runs server pools of tensor-parallel sizes that have not run any; returns those that fit.
+
+        Sizes run in the order of what they promise without pools. Among many ranks those that come
+        last by it may be the fastest in pools.
+        """
+        if self.effort.alternatives is None:
+            return []
+        ran = {each.tensor for each in self.trials if each.pool_size is not None}
+        bases: dict[int, Candidate] = {}
+        for base in sorted(self.left, key=lambda candidate: candidate.micro_batches):
+            if base.stages == 1 and base.tensor not in ran:
+                bases.setdefault(base.tensor, base)
+        able: list[Candidate] = []
+        for base in sorted(bases.values(), key=self.bound):
+            if self.bound(base) < self._most_of(1):
+                able += self._run_alternatives([base])
+        return able
+
     @property
     def _most(self) -> float:
         """Seconds of the first round above which `Effort.keep` leaves configurations out."""
-        keep = self.effort.keep
+        return self._most_of(self.effort.keep)
+
+    def _most_of(self, number: int) -> float:
+        """Returns the seconds in the first round of the slowest of the fastest few."""
         first = sorted(self._seconds(c, self._first) for c in self.trials if self._fits(c))
-        return first[keep - 1] if len(first) >= keep else np.inf
+        return first[number - 1] if len(first) >= number else np.inf
 
     def _least(self, candidate: Candidate) -> float:
         """Returns seconds that a configuration takes at least in the first round.
@@ -356,10 +327,21 @@ class _Search:
 
     def in_all_batches(self, best: Candidate) -> Candidate | None:
         """Returns the best configuration if it fits in all batches, else one that does: of those
-        that have run most batches the fastest; None: none does."""
+        that have run most batches the fastest; None: none does.
+
+        A few server pools promise more than all of them take. So one that ran the first batch with
+        all its ranks takes their place if it is faster.
+        """
+        whole = [each for each in self.trials if not self._few_pools_choose([each])]
         for candidate in (best, *self._most_tried([*self.trials])):
-            if self._run([candidate], len(self.batches), last=True):
-                return candidate
+            if not self._run([candidate], len(self.batches), last=True):
+                continue
+            if candidate not in whole:
+                seconds = self._seconds(candidate, 1)
+                faster = [c for c in whole if self._fits(c) and self._seconds(c, 1) < seconds]
+                able = [candidate, *self._run(faster, len(self.batches), last=True)]
+                return min(able, key=lambda each: self._seconds(each, len(self.batches)))
+            return candidate
         return None
 
     def _most_tried(self, some: Sequence[Candidate]) -> list[Candidate]:
