@@ -25,8 +25,16 @@ known=' --full --no-ping-pong --transport --collect-only --co --lf --last-failed
  --ignore --ignore-glob --pdb --trace --fixtures --markers --setup-show --setup-plan --capture --color
  --junitxml --verbose --quiet --log-level --log-cli-level --log-file --basetemp --cache-clear --cache-show
  --dist --numprocesses --import-mode --strict-markers --version '
-case ${1:-} in
-    --help | -h | --mutants | --recording) ;;
+mode=${1:-}
+case $mode in
+    --help | -h) ;;
+    --mutants)
+        [[ ${2:-} =~ ^[0-9]+$ ]] || die "--mutants takes a number of mutants, not '${2:-}'"
+        ;;
+    --recording)
+        [ $# -lt 2 ] || git rev-parse -q --verify "$2^{commit}" &>/dev/null ||
+            die "--recording: there is no commit $2"
+        ;;
     *)
         words=()
         while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -38,15 +46,17 @@ case ${1:-} in
                         die "unknown flag $word: launch/test.sh --help lists its own. Another one of pytest" \
                             "goes behind --: launch/test.sh -- $word"
                     ;;
+                tests/*) [ -e "${word%%::*}" ] || die "there is no ${word%%::*}" ;;
             esac
             words+=("$word")
             shift
         done
+        [ ${#words[@]} -gt 0 ] || mode=
         # pytest would take what stands behind -- for files.
         set -- "${words[@]}" "${@:2}"
         ;;
 esac
-case ${1:-} in
+case $mode in
     --help | -h)
         sed -n '2,/^[^#]/s/^# \{0,1\}//p' launch/test.sh
         exit
@@ -73,7 +83,7 @@ case " $* " in
     *) launch/setup.sh checks ;;
 esac
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
-case ${1:-} in
+case $mode in
     --recording) exec python tests/recording since "${@:2}" ;;
     --mutants) PYTHONPATH=tests exec python -m mutation "$@" ;;
 esac

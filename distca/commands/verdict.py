@@ -38,6 +38,7 @@ class Verdict:
         megatron: fastest of what every user of Megatron has; None likewise.
         gain: how much faster DistCA is; None without one of both.
         asked, compared: whether DistCA was asked for, and what every user of Megatron has.
+        divide: systems that have a layout for the job, whether it fits in memory or not.
     """
 
     distca: Choice | None
@@ -45,6 +46,7 @@ class Verdict:
     gain: SpeedUp | None
     asked: bool
     compared: bool
+    divide: frozenset[str]
 
     @staticmethod
     def of(choices: Sequence[Choice]) -> Verdict:
@@ -55,7 +57,8 @@ class Verdict:
             any(choice.system in systems for choice in choices)
             for systems in (DISTCA_SYSTEMS, MEGATRON)
         )
-        return Verdict(ours, had, gain, asked, compared)
+        divide = frozenset(choice.system for choice in choices if choice.tried)
+        return Verdict(ours, had, gain, asked, compared, divide)
 
     def __str__(self) -> str:
         """The answer in one line, with a sentence on a difference within the simulator's error.
@@ -90,15 +93,24 @@ class Verdict:
     def _answer(self) -> str:
         """The answer without that sentence."""
         had = "" if self.megatron is None else title_of(self.megatron)
+        if not self.divide:
+            return "No verdict: nothing that was simulated can run this job; the table says why."
         if not self.asked:
             return f"Fastest of Megatron's: {had}." if had else "Nothing of Megatron's fits."
         if self.distca is None:
             if not had:
                 return "Nothing fits in memory: use more GPUs, or a smaller model or vocabulary."
-            return f"Don't use DistCA: it does not fit in memory. Use {had}."
+            undivided = self.divide.isdisjoint(DISTCA_SYSTEMS)
+            why = "no layout of it divides this job" if undivided else "it does not fit in memory"
+            return f"Don't use DistCA: {why}. Use {had}."
         if not self.compared:
             return "No verdict: --systems has nothing that every user of Megatron has."
         if self.gain is None:
+            if self.divide.isdisjoint(MEGATRON):
+                return (
+                    "No verdict: nothing of Megatron's in --systems can run this job; the table "
+                    "says why."
+                )
             return "Use DistCA: nothing of Megatron's that was simulated fits in memory."
         if self.faster:
             return f"Use DistCA: {self.gain} times as fast as Megatron's best, {had}."
@@ -113,8 +125,8 @@ class Verdict:
     def first_line(self, workload: Workload) -> str:
         """Returns the answer, and whether what it recommends cannot run as it was asked for."""
         nothing = self.asked and self.distca is None and self.megatron is None
-        if nothing and workload.recompute != "full":
-            return f"{self} Or give --recompute full."
+        if nothing and self.divide and workload.recompute != "full":
+            return f"{self} --recompute full may help."
         if self.faster and self.distca is not None and self.distca.candidate is not None:
             try:
                 training_flags(self.distca.candidate, workload)

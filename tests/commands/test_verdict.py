@@ -29,9 +29,10 @@ def choice(system: str, seconds: Sequence[float], candidate: Candidate | None = 
     return Choice(system, candidate, mean, *figures, tuple(seconds))
 
 
-def nothing(system: str) -> Choice:
+def nothing(system: str, tried: int = 9) -> Choice:
+    """A system without a configuration that fits, or, where none was tried, that divides."""
     none = float("nan")
-    return Choice(system, None, none, none, none, none, none, 9, 9, 9)
+    return Choice(system, None, none, none, none, none, none, tried, tried, tried)
 
 
 FLAT = choice("tiles", [1.0, 1.0, 1.0])
@@ -89,6 +90,21 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
             ["pretrain_gpt.py"],
         ),
         (
+            [nothing("plain", 0), FLAT],
+            "No verdict: nothing of Megatron's in --systems can run this job; the table says why.",
+            ["pretrain_gpt.py"],
+        ),
+        (
+            [choice("plain", [1.0] * 3), nothing("tiles", 0)],
+            "Don't use DistCA: no layout of it divides this job. Use plain Megatron.",
+            ["Megatron-LM"],
+        ),
+        (
+            [nothing("plain", 0), nothing("tiles", 0)],
+            "No verdict: nothing that was simulated can run this job; the table says why.",
+            [],
+        ),
+        (
             [choice("plain", [0.5, 0.5]), nothing("tiles")],
             "Don't use DistCA: it does not fit in memory. Use plain Megatron.",
             ["Megatron-LM"],
@@ -129,7 +145,7 @@ def test_what_megatron_refuses_has_no_flags_but_a_line() -> None:
 
 def test_what_was_tried_is_not_advised() -> None:
     verdict = Verdict.of([nothing("plain"), nothing("tiles")])
-    assert verdict.first_line(JOB).endswith(" vocabulary. Or give --recompute full.")
+    assert verdict.first_line(JOB).endswith(" vocabulary. --recompute full may help.")
     assert verdict.first_line(replace(JOB, recompute="full")).endswith(" vocabulary.")
 
 

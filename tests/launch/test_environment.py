@@ -228,6 +228,7 @@ def test_pythons_of_version_managers_are_found(checkout: Checkout) -> None:
         (["--python", "3.11"], ["python"]),
         (["--megatron", "0.18.2", "-n", "0"], ["python"]),
         (["-k", "plan", "--maxfail=2", "--", "--nosuch", "a b"], ["python"]),
+        (["--", "--vllm", "--help"], ["python"]),
     ],
 )
 def test_with_arguments_pytest_alone_runs(
@@ -256,6 +257,9 @@ def test_with_arguments_pytest_alone_runs(
         (["--nosuch"], "unknown flag --nosuch: launch/test.sh --help lists its own."),
         (["--vllm", "-k", "plan", "--ful"], "unknown flag --ful"),
         (["-k", "plan", "--megatron", "0.18.2"], "--megatron must come first"),
+        (["-x", "tests/nosuch.py::test_it"], "there is no tests/nosuch.py"),
+        (["--mutants", "abc"], "--mutants takes a number of mutants, not 'abc'"),
+        (["--recording", "nosuch"], "--recording: there is no commit nosuch"),
     ],
 )
 def test_unknown_flags_are_refused_before_set_up(
