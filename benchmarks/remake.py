@@ -151,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in args.pages if name not in known]
     if unknown:
         parser.error(f"no page {unknown[0]!r}: choose from {', '.join(known)}")
+    if args.having and not args.stale:
+        parser.error("--with is for --stale: named pages are made whatever they need")
     having = {*args.having, *(["published"] if args.published else [])}
     chosen = [known[name] for name in args.pages]
     if args.stale:
@@ -168,11 +170,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(map(str, known.values())))
         counts = [sum(page.state == state for page in known.values()) for state in _STATES]
         print(", ".join(f"{n} {state}" for n, state in zip(counts, _STATES, strict=True)))
+    failed = 0
     for page in chosen:
-        differ = remake(page, args.published)
+        try:
+            differ = remake(page, args.published)
+        except subprocess.CalledProcessError as error:
+            print(f"{page.name}: its command failed with status {error.returncode}, see above")
+            failed += 1
+            continue
         names = ", ".join(each.name for each in differ)
         print(f"{page.name}: {f'other figures in {names}' if differ else 'the same figures'}")
-    return 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ def main(argv: list[str]) -> int:
     check_output("--output", args.output)
     if args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
+    if args.threads > (os.cpu_count() or 1):
+        raise ValueError(f"--threads {args.threads}: this machine has {os.cpu_count()} cores")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and args.dtype == "fp32":
         raise ValueError(

@@ -120,7 +120,9 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the flags, the model or the file cannot be used.
         ImportError: a package is missing.
     """
-    if argv and argv[0] in ("-h", "--help"):
+    if not argv:
+        raise ValueError(f"say what to tune: {', '.join(FORMS)}; distca tune --help explains them")
+    if argv[0] in ("-h", "--help"):
         sys.stdout.write(_overview())
         return 0
     if argv and argv[0] == "sparsity":

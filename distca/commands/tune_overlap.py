@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     ranks = gpus if args.ranks is None else args.ranks
     if not 2 <= ranks <= gpus:
         raise ValueError(
-            f"distca tune overlap needs at least two GPUs, one for each rank: there are {gpus}"
+            f"overlap needs at least two GPUs, one for each rank: there are {gpus}"
             + (f" for --ranks {ranks}" if args.ranks is not None else "")
         )
     chosen, _ = choose(torch.cuda.get_device_capability(), _HEAD_DIM)

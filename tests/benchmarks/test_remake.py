@@ -76,11 +76,15 @@ def test_a_page_is_made_by_its_command(repository: Repository, tmp_path: Path) -
     assert len(remake.remake(repository.page(), tmp_path / "lengths")) == 2
 
 
-def test_what_is_stored_stays_where_a_command_fails(repository: Repository) -> None:
+def test_what_is_stored_stays_where_a_command_fails(
+    repository: Repository, capsys: pytest.CaptureFixture
+) -> None:
     before = (repository.results / "page.md").read_bytes()
     repository.write_script(3, "sys.exit(1)")
     with pytest.raises(CalledProcessError):
         remake.remake(repository.page(), Path("lengths"))
+    assert remake.main(["page", "--published", "lengths"]) == 1
+    assert "page: its command failed with status 1" in capsys.readouterr().out
     assert (repository.results / "page.md").read_bytes() == before
     assert not (repository.results / "page.json").exists()
 

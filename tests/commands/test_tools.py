@@ -310,3 +310,21 @@ def test_plain_megatron_is_predicted_beside_the_schedulers() -> None:
     assert [each.way for each in piped] == list(stages.ways())
     assert all(each.stages == 2 for each in piped)
     assert piped[0].predicted == pytest.approx(1.5 * plain.predicted, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["tune"], "say what to tune: overlap, partitions, groups, sparsity"),
+        (["verify", "--output", "FILE"], "is a file: give a folder"),
+        (["profile", "--output", "p.json", "--threads", "5000"], "--threads 5000: this machine has"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_line(
+    words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main([str(file) if word == "FILE" else word for word in words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     ranks = 0 if launched else _ranks(args.ranks)
     machine: dict[str, object] = {}
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
+        _make_folder(args.output)
         machine = describe_machine()
     lines: list[Line] = []
 
@@ -96,6 +96,20 @@ def main(argv: list[str]) -> int:
 
         verify_machine(ranks, names, args.output, tell)
     return int(lines[-1].state == "failed")
+
+
+def _make_folder(path: Path) -> None:
+    """Makes the folder of `--output`.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"--output {path} is a file: give a folder") from None
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be made: {error.strerror}") from error
 
 
 def _ranks(given: int | None) -> int:
@@ -126,8 +140,16 @@ def _take(line: Line, lines: list[Line], names: Sequence[str], as_json: bool) ->
             more = f"; not run: {', '.join(left)}" if left else ""
             sys.stdout.write(f"{line.stage} failed{more}\n")
         elif not left:
-            sys.stdout.write("all stages that this machine can run are as they should be\n")
+            sys.stdout.write(f"{_summary(names)}\n")
     sys.stdout.flush()
+
+
+def _summary(names: Sequence[str]) -> str:
+    """What it means that no stage failed."""
+    others = [name for name in _NAMES if name not in names]
+    if not others:
+        return "all stages that this machine can run are as they should be"
+    return f"nothing failed in {len(names)} of {len(_NAMES)} stages; not run: {', '.join(others)}"
 
 
 def format_line(line: Line) -> str:
