@@ -60,7 +60,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     _validate_optimizer(args)
     validate_data(config, args)
     masks_from_args(args)
-    if args.seq_length % BLOCK:
+    if (config.enabled or args.transformer_impl == "local") and args.seq_length % BLOCK:
         raise ValueError(
             f"--seq-length {args.seq_length} is not a multiple of the attention block of {BLOCK}: "
             f"use {max(args.seq_length // BLOCK, 1) * BLOCK}"

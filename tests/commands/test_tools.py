@@ -325,6 +325,8 @@ def test_what_cannot_run_is_refused_in_a_line(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    assert main([str(file) if word == "FILE" else word for word in words]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main([str(file) if word == "FILE" else word for word in words])
+    assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
