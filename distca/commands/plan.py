@@ -324,7 +324,14 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
         lengths = cut_to_pieces(lengths, longest)
     if args.lengths is not None and args.lengths.suffix == ".idx" and lengths.sum() > total:
         lengths = shuffled(lengths, total, args.seed)
-    return even_capacities(int(lengths.sum()), args.servers, args.tokens_per_server), lengths
+    try:
+        capacities = even_capacities(int(lengths.sum()), args.servers, args.tokens_per_server)
+    except ValueError as error:
+        # `simulate` draws from the same file.
+        listed = args.lengths is not None and args.lengths.suffix != ".idx"
+        told = ". `distca plan` takes the list of --lengths as one batch" if listed else ""
+        raise ValueError(f"{error}{told}") from None
+    return capacities, lengths
 
 
 def cut_to_pieces(lengths: Int64s, longest: int) -> Int64s:
