@@ -29,7 +29,14 @@ from distca.commands.plan_config import (
     to_json,
 )
 from distca.cost.model_sizes import ModelSize
-from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
+from distca.documents.lengths import (
+    DISTRIBUTIONS,
+    check_tokens,
+    cut_to_pieces,
+    draw,
+    read_lengths,
+    shuffled,
+)
 from distca.plan import (
     Mask,
     Plan,
@@ -332,32 +339,6 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
         told = ". `distca plan` takes the list of --lengths as one batch" if listed else ""
         raise ValueError(f"{error}{told}") from None
     return capacities, lengths
-
-
-def cut_to_pieces(lengths: Int64s, longest: int) -> Int64s:
-    """Cuts documents into pieces of at most `longest` tokens, int64."""
-    pieces = -(-lengths // longest)
-    cut = np.full(int(pieces.sum()), longest, dtype=np.int64)
-    cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * longest
-    return cut
-
-
-def shuffled(lengths: Int64s, tokens: int, seed: int) -> Int64s:
-    """Draws documents of a corpus in random order, int64; the last one is cut off at `tokens`.
-
-    Args:
-        lengths: tokens of each document of the corpus, int64.
-        tokens: tokens to draw, in as many epochs as it takes, each in its own order.
-        seed: seed of the orders.
-    """
-    generator = np.random.default_rng(seed)
-    epochs = -(-tokens // int(lengths.sum()))
-    drawn = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
-    until = np.cumsum(drawn)
-    count = int(np.searchsorted(until, tokens)) + 1
-    drawn = drawn[:count].copy()
-    drawn[-1] -= until[count - 1] - tokens
-    return drawn
 
 
 def _timed_plan(

@@ -29,7 +29,6 @@ from distca.commands.described import (
     flag_of,
     model_of,
 )
-from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_progress import simulating
 from distca.commands.simulate_report import (
     as_json,
@@ -39,7 +38,14 @@ from distca.commands.simulate_report import (
 )
 from distca.commands.verdict import Verdict, fastest
 from distca.cost.latent_rows import LATENT_ROWS
-from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
+from distca.documents.lengths import (
+    DISTRIBUTIONS,
+    check_tokens,
+    cut_to_pieces,
+    draw,
+    read_lengths,
+    shuffled,
+)
 from distca.plan.span import Int64s
 from distca.progress import progress
 from distca.schedule.baselines.hybrid_cp import find_balanced_scheduler

@@ -256,3 +256,29 @@ def checked_lengths(found: object, source: str) -> Int64s:
             "shorter documents"
         )
     return np.array(found, dtype=np.int64)
+
+
+def cut_to_pieces(lengths: Int64s, longest: int) -> Int64s:
+    """Cuts documents into pieces of at most `longest` tokens, int64."""
+    pieces = -(-lengths // longest)
+    cut = np.full(int(pieces.sum()), longest, dtype=np.int64)
+    cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * longest
+    return cut
+
+
+def shuffled(lengths: Int64s, tokens: int, seed: int) -> Int64s:
+    """Draws documents of a corpus in random order, int64; the last one is cut off at `tokens`.
+
+    Args:
+        lengths: tokens of each document of the corpus, int64.
+        tokens: tokens to draw, in as many epochs as it takes, each in its own order.
+        seed: seed of the orders.
+    """
+    generator = np.random.default_rng(seed)
+    epochs = -(-tokens // int(lengths.sum()))
+    drawn = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
+    until = np.cumsum(drawn)
+    count = int(np.searchsorted(until, tokens)) + 1
+    drawn = drawn[:count].copy()
+    drawn[-1] -= until[count - 1] - tokens
+    return drawn

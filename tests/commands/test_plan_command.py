@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from distca.commands import plan as plan_command
-from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.plan_plot import busiest_servers, draw_documents, draw_loads
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape, Messages, PlanBytes
+from distca.documents.lengths import cut_to_pieces, shuffled
 from distca.plan import Mask, load_plan, save_plan
 from distca.schedule import COMPARED, ScheduleConfig, make_scheduler
 from support.batches import placement_rows

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.commands.plan import cut_to_pieces
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import Messages
-from distca.documents.lengths import DISTRIBUTIONS, draw
+from distca.documents.lengths import DISTRIBUTIONS, cut_to_pieces, draw
 from distca.plan.span import Floats, Int64s
 from distca.simulate import (
     CLUSTERS,
