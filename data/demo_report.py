@@ -26,6 +26,7 @@ from distca.plan import Plan
 from distca.plan.span import Floats
 from distca.schedule import ScheduleConfig, make_scheduler, plain_loads
 from megatron_patches.batches.blends import check_blends
+from megatron_patches.batches.micro_batch import PAIRS
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import mask_of_window
@@ -54,6 +55,7 @@ class Comparison:
         distca: CPU seconds of the busiest and of the mean rank in a step with `--distca`.
         before: pairs of the busiest rank over the mean in plain data parallelism.
         after: pairs of the busiest rank over the mean with `--distca`.
+        pairs: million pairs of the mean rank's micro-batch in plain Megatron and with `--distca`.
     """
 
     first: int
@@ -62,6 +64,7 @@ class Comparison:
     distca: tuple[float, float]
     before: float
     after: float
+    pairs: tuple[float, float]
 
     @property
     def ratio(self) -> float:
@@ -79,6 +82,7 @@ class Comparison:
                 self.distca[0] / self.distca[1],
             ),
             ("busiest over mean, core attention", self.before, self.after),
+            ("core attention, million pairs", *self.pairs),
         ]
         title = f"steps {self.first} to {self.last}, per step"
         return "\n".join(
@@ -89,22 +93,27 @@ class Comparison:
                 "All other ranks wait for it.",
                 f"Upper bound: {self.before:.2f} times, if a step were only core attention, "
                 "perfectly balanced.",
+                *self._of_the_pairs(),
                 *self._of_the_mean_rank(),
             ]
         )
+
+    def _of_the_pairs(self) -> list[str]:
+        """Says how many more pairs documents have that are not cut."""
+        ratio = self.pairs[1] / self.pairs[0]
+        if ratio < 1.005:
+            return []
+        return [
+            f"DistCA's core attention has {ratio:.2f} times the pairs: documents stay whole",
+            "that plain Megatron cuts where a rank's tokens end.",
+        ]
 
     def _of_the_mean_rank(self) -> list[str]:
         """Says how the mean ranks' CPU seconds differ, if by more than noise."""
         ratio = self.distca[1] / self.plain[1]
         if abs(ratio - 1) <= _NOISE:
             return ["The mean rank computes about as much with DistCA as in plain Megatron."]
-        line = f"The mean rank computes {ratio:.2f} times as much with DistCA"
-        if ratio < 1:
-            return [f"{line}."]
-        return [
-            f"{line}: documents stay whole that plain",
-            "Megatron cuts where a rank's tokens end, and rows travel.",
-        ]
+        return [f"The mean rank computes {ratio:.2f} times as much with DistCA."]
 
 
 def read_scalars(folder: Path) -> Scalars:
@@ -146,6 +155,7 @@ def compare(distca: Scalars, plain: Scalars) -> Comparison | None:
         (mean_of(distca, BUSIEST), mean_of(distca, MEAN)),
         mean_of(distca, BEFORE),
         mean_of(distca, AFTER),
+        (mean_of(plain, PAIRS), mean_of(distca, PAIRS)),
     )
 
 

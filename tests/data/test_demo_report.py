@@ -17,11 +17,13 @@ DISTCA = {
     "load max/mean": dict.fromkeys((5, 10, 15, 20), 1.25),
     "CPU seconds of the busiest rank": {5: 9.0, 10: 1.0, 15: 2.0, 20: 9.0},
     "CPU seconds of the mean rank": {5: 9.0, 10: 1.0, 15: 1.0, 20: 9.0},
+    "million pairs of a micro-batch": {5: 90.0, 10: 14.0, 15: 8.0, 20: 90.0},
 }
 PLAIN = {
     "lm loss": {step: 5.0 - step / 10 for step in range(1, 16)},
     "CPU seconds of the busiest rank": {5: 9.0, 10: 4.0, 15: 2.0},
     "CPU seconds of the mean rank": {5: 9.0, 10: 1.5, 15: 0.5},
+    "million pairs of a micro-batch": {5: 90.0, 10: 12.0, 15: 8.0},
 }
 
 
@@ -34,21 +36,24 @@ def test_steps_of_both_runs_are_compared_after_they_warmed_up() -> None:
     assert found.before == pytest.approx(2.1)
     lines = [line.split()[-2:] for line in found.table().splitlines()]
     assert lines[1:5] == [["3.00", "1.50"], ["1.00", "1.00"], ["3.00", "1.50"], ["2.10", "1.25"]]
+    assert lines[5] == ["10.00", "11.00"]
+    assert "DistCA's core attention has 1.10 times the pairs" in found.table()
 
 
 @pytest.mark.parametrize(
     ("mean", "said"),
     [
-        (1.2, "computes 1.20 times as much with DistCA: documents stay whole"),
+        (1.2, "computes 1.20 times as much with DistCA."),
         (1.02, "computes about as much with DistCA as in plain Megatron."),
         (0.8, "computes 0.80 times as much with DistCA."),
     ],
 )
 def test_sentences_follow_the_figures(mean: float, said: str) -> None:
-    found = demo_report.Comparison(6, 15, (2.0, 1.0), (2.5, mean), 2.0, 1.1)
+    found = demo_report.Comparison(6, 15, (2.0, 1.0), (2.5, mean), 2.0, 1.1, (10.0, 10.01))
     table = found.table()
     assert said in table
-    assert ("rows travel" in table) == (mean == 1.2)
+    # Equal pairs are not worth a sentence.
+    assert "times the pairs" not in table
     assert "busiest rank takes 0.80 times as long" in table
 
 
