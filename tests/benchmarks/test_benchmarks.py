@@ -158,7 +158,7 @@ def test_throughput_under_torchrun(tmp_path) -> None:
     assert "torchrun ... benchmarks/training/throughput.py --seq-length 512" in written
     assert str(tmp_path) not in written
     assert "--output DIR\n" in written
-    assert printed.strip().endswith(written.split("\n\n")[-2].strip())
+    assert printed.strip().endswith(written.split("\n\n")[-3].strip())
     found = json.loads((tmp_path / "throughput.json").read_text())
     setting = Setting.of_json(found["setting"])
     assert (setting.processes, found["model"]["kv_heads"]) == (2, 2)

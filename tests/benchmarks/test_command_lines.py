@@ -11,7 +11,7 @@ import pytest
 from benchmarks.arguments import Parser
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-OWN = {"pages", "compare_losses", "compare_speeds"}
+OWN = {"remake", "compare_losses", "compare_speeds"}
 """Commands with checks of their own; nodes without our packages run the last one."""
 MISTAKES = [
     ("links.transports", "--processes 0", "--processes 0: give at least 2"),
