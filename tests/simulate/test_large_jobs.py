@@ -10,6 +10,7 @@ import pytest
 
 from distca.cost.model_sizes import MODELS
 from distca.documents.lengths import DISTRIBUTIONS, draw
+from distca.plan.span import Int64s
 from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Workload, pack_sequences, simulate
 from distca.simulate import bounds as simulated_bounds
 from distca.simulate.bounds import Bounds, Sample
@@ -19,20 +20,27 @@ from distca.simulate.search import _Search
 from distca.simulate.trials import Trial, Trials
 from support.simulated_jobs import JOB, batch
 
+MANY_POOLS = Workload(
+    MODELS["llama-8b"],
+    replace(CLUSTERS["dgx-h200"], charges=PUBLISHED),
+    gpus=128,
+    context=32_768,
+    sequences=32,
+    tolerance=0.05,
+)
+"""A job whose server pools can be many."""
+
+
+def many_documents() -> list[Int64s]:
+    """Lengths of the documents in each of that job's sequences, int64."""
+    sequences, context = MANY_POOLS.sequences, MANY_POOLS.context
+    lengths = draw(DISTRIBUTIONS["pretrain"], sequences * context, 0)
+    return pack_sequences(lengths, sequences, context)
+
 
 def test_an_iteration_of_a_few_pools_is_a_bound_of_all() -> None:
     """It is close, has at most the memory of all, and is simulated where pools are many."""
-    context, sequences = 32_768, 32
-    workload = Workload(
-        MODELS["llama-8b"],
-        replace(CLUSTERS["dgx-h200"], charges=PUBLISHED),
-        gpus=128,
-        context=context,
-        sequences=sequences,
-        tolerance=0.05,
-    )
-    lengths = draw(DISTRIBUTIONS["pretrain"], sequences * context, 0)
-    documents = pack_sequences(lengths, sequences, context)
+    workload, documents = MANY_POOLS, many_documents()
     bounds = Bounds(workload, documents)
     plain = Candidate("tiles", 2, 1, 64, 1, 2)
     assert bounds.least_memory(plain) == 0.0
@@ -51,11 +59,7 @@ def test_an_iteration_of_a_few_pools_is_a_bound_of_all() -> None:
 
 def test_a_few_pools_choose_where_one_batch_does() -> None:
     """Of configurations with many pools the best one alone runs all of them, and is broken down."""
-    context, sequences = 32_768, 32
-    cluster = replace(CLUSTERS["dgx-h200"], charges=PUBLISHED)
-    workload = Workload(MODELS["llama-8b"], cluster, 128, context, sequences, tolerance=0.05)
-    lengths = draw(DISTRIBUTIONS["pretrain"], sequences * context, 0)
-    documents = pack_sequences(lengths, sequences, context)
+    workload, documents = MANY_POOLS, many_documents()
     plain = Candidate("tiles", 2, 1, 64, 1, 2)
     pools = [replace(plain, pool_size=size) for size in (8, 4)]
     ran: list[tuple[Candidate, bool]] = []
@@ -83,7 +87,7 @@ def test_a_few_pools_choose_where_one_batch_does() -> None:
     search.trials[plain] = [replace(search.trials[plain][0], seconds=0.99 * trial.seconds)]
     trials._found[plain] = [*search.trials[plain]]
     assert search.in_all_batches(best) == plain
-    assert trial.tokens == sequences * context
+    assert trial.tokens == workload.sequences * workload.context
     assert trial.seconds == simulate(best, workload, documents).seconds
     assert trial.parts is not None
     assert trial.parts.seconds == pytest.approx(trial.seconds)
