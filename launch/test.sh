@@ -51,7 +51,6 @@ case $mode in
             words+=("$word")
             shift
         done
-        [ ${#words[@]} -gt 0 ] || mode=
         # pytest would take what stands behind -- for files.
         set -- "${words[@]}" "${@:2}"
         ;;
