@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from distca.inference.outputs import Completion, OnToken
+from distca.inference.rank_processes import RankProcesses
+from distca.inference.sampling import SamplingParams
 from support.byte_tokenizer import save_chat_model
 from support.commands import Command
 from support.small_models import save_small_model
@@ -158,6 +166,49 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ),
     ):
         assert why in command.refused(*flags), flags
+
+
+@pytest.mark.parametrize(
+    ("sent", "victim", "line"),
+    [
+        # Its peer may notice first.
+        (signal.SIGKILL, 0, "rank 0 ended with exit code -9, killed: |rank 1: "),
+        (signal.SIGKILL, 1, "rank 1 ended with exit code -9, killed: |rank 0: "),
+        (signal.SIGSTOP, 1, "rank 0: "),
+    ],
+)
+def test_a_rank_that_dies_or_stops_ends_the_command_in_a_line(
+    command,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: signal.Signals,
+    victim: int,
+    line: str,
+) -> None:
+    """While it answers, within the time that a step may take."""
+    pids: list[int] = []
+    since: list[float] = []
+
+    class Struck(RankProcesses):
+        def answer(
+            self, prompts: Mapping[int, Sequence[int]], sampling: SamplingParams, on_token: OnToken
+        ) -> dict[int, Completion]:
+            pids.extend(self.pids)
+
+            def strike(number: int, token: int) -> None:
+                if not since:
+                    since.append(time.monotonic())
+                    os.kill(pids[victim], sent)
+
+            return super().answer(prompts, sampling, strike)
+
+    monkeypatch.setattr("distca.inference.rank_processes.RankProcesses", Struck)
+    flags = "--context-parallel-size 2 --max-tokens 4000 --ignore-eos --step-timeout 15".split()
+    said = command.failed(model, "--prompt", "Hello", *flags)
+    seconds = time.monotonic() - since[0]
+    assert re.fullmatch(rf"distca generate: (?:{line}).*\n", said), said
+    assert (10 if sent == signal.SIGSTOP else 0) < seconds < 120
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_the_likeliest_token_alone_is_drawn(command, model: str) -> None:

@@ -73,22 +73,38 @@ def generate_on_a_rank(
 
 
 def abort_on_a_rank(model: ServedModel) -> list[tuple[list[int], str]]:
-    """Three answers on two ranks. The second rank alone aborts one, at its second token.
+    """Five answers on two ranks, of which three run at a time. One rank alone aborts each of four.
 
     Returns:
         Tokens of the answers and why they ended; then those of a call in which nobody aborts.
     """
-    llm = LLM(configure(model, 2, cache_bytes=1 << 24))
+    llm = LLM(configure(model, 2, cache_bytes=1 << 24, max_num_seqs=3))
     told: list[int] = []
 
     def abort(number: int, token: int) -> None:
         told.append(number)
-        if dist.get_rank() == 1 and told.count(1) == 2:
-            llm.abort(1)
+        moment = number, told.count(number)
+        if dist.get_rank() == 1:
+            if moment == (0, 1):
+                # It waits.
+                llm.abort(3)
+            elif moment == (1, 2):
+                llm.abort(1)
+        elif moment == (2, 5):
+            # The iteration that follows computes its last token.
+            llm.abort(2)
+        elif moment == (0, 6):
+            # That was its last token.
+            llm.abort(0)
 
-    prompts, sampling = [[1, 2, 3], [4, 5] * 20, [6]], SamplingParams(max_tokens=6)
-    done = llm.generate(prompts, sampling, on_token=abort) + llm.generate(prompts, sampling)
+    prompts = [[1, 2, 3], [4, 5] * 20, [6] * 35, [7, 8], [9] * 50]
+    sampling = SamplingParams(max_tokens=6)
+    done = llm.generate(prompts, sampling, on_token=abort)
     assert not sum(llm.engine.cache.referenced(rank) for rank in range(2))
+    assert not llm.engine.scheduler.waiting + llm.engine.scheduler.running
+    assert 3 not in told
+    done += llm.generate(prompts, sampling)
+    assert llm.bytes_planned > 0
     return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in done]
 
 
