@@ -40,7 +40,6 @@ from distca.inference.transports import make_transport
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
-from distca.schedule.serving.limits import has_long_prompt
 from distca.schedule.serving.request import Request
 from distca.schedule.serving.scheduled import SchedulerOutput
 
@@ -321,12 +320,16 @@ class Worker:
         for number in changed:
             moved = self._sequences[number]
             self._model.set_blocks(number, moved.blocks[moved.ranks == self._rank].tolist())
-        entries, limits = [], self._settings.scheduler
-        for feed in batch.feeds:
-            sequence = self._sequences[feed.sequence]
-            dense = not has_long_prompt(sequence.request.prompt, limits)
-            entries.append(BatchEntry(feed.sequence, feed.start, feed.count, sequence.ranks, dense))
-        return entries
+        return [
+            BatchEntry(
+                feed.sequence,
+                feed.start,
+                feed.count,
+                self._sequences[feed.sequence].ranks,
+                feed.dense,
+            )
+            for feed in batch.feeds
+        ]
 
 
 def _span(plan: BatchPlan) -> tuple[str, str]:

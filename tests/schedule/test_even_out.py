@@ -108,7 +108,7 @@ def test_simulated_bytes_are_those_of_the_blocks(tensor_parallel: int) -> None:
 
 def test_who_holds_blocks_changes_with_their_moves() -> None:
     ranks, blocks = BlockRanks(), (Block(0, 5), Block(1, 6))
-    ranks.take(SchedulerOutput((ScheduledTokens(7, 0, 8, True, blocks, True),), ()))
+    ranks.take(SchedulerOutput((ScheduledTokens(7, 0, 8, True, blocks, True, True),), ()))
     assert (ranks.of(7), ranks.holders(7)) == ([0, 1], {0, 1})
     move = BlockTransfer(7, 0, blocks[0], Block(1, 9))
     # One of a sequence that has gone meanwhile changes nothing.

@@ -12,7 +12,7 @@ from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.schedule.serving.limits import SchedulerConfig, has_long_prompt
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.report import describe_steps
 from distca.schedule.serving.scheduler import Scheduler
 from support.engines import changed
@@ -22,33 +22,32 @@ SIZE = 4
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, stripe=SIZE, threshold=20)
 
 
-def found(lengths: list[int], sparse_salt: bytes | None, pool: int = 40) -> list[int]:
-    """Tokens that each of some prompts finds, which begin alike and are answered in turn; an
-    answer is long."""
+def found(
+    lengths: list[int], sparse_salt: bytes | None, pool: int = 40
+) -> tuple[list[int], list[set[bool]]]:
+    """Tokens that each of some prompts finds, which begin alike and are answered in turn, and
+    whether its feeds are dense; an answer is long."""
     cache = PrefixCache(BlockPool(2, pool, SIZE))
     scheduler, before, each = Scheduler(cache, LIMITS, b"model", sparse_salt), 0, []
+    dense: list[set[bool]] = []
     for number, length in enumerate(lengths):
         scheduler.add(number, [7] * length, 12)
+        dense.append(set())
         while (batch := scheduler.schedule()) is not None:
+            dense[-1] |= {feed.dense for feed in batch.feeds}
             scheduler.advance(batch, {feed.sequence: 7 for feed in batch.feeds if feed.samples})
         each.append(scheduler.found - before)
         before = scheduler.found
-    return each
+    return each, dense
 
 
 def test_sparse_prompts_share_blocks_with_sparse_ones_alone() -> None:
     # A short prompt's answer makes it long, which changes nothing.
     lengths = [19, 30, 31, 18, 20]
-    assert found(lengths, None) == [0, 28, 28, 16, 16]
-    assert found(lengths, b"sparse") == [0, 0, 28, 16, 16]
-    assert [has_long_prompt(length, LIMITS) for length in lengths] == [
-        False,
-        True,
-        True,
-        False,
-        True,
-    ]
-    assert found([30, 19, 30], b"sparse") == [0, 0, 28]
+    dense = [{True}, {False}, {False}, {True}, {False}]
+    assert found(lengths, None) == ([0, 28, 28, 16, 16], dense)
+    assert found(lengths, b"sparse") == ([0, 0, 28, 16, 16], dense)
+    assert found([30, 19, 30], b"sparse")[0] == [0, 0, 28]
 
 
 def test_salts_follow_what_is_dropped() -> None:

@@ -51,16 +51,3 @@ class SchedulerConfig:
                 "groups that grow share out prompts themselves: leave the chain, the levels and "
                 "evening out"
             )
-
-
-def has_long_prompt(prompt: int, limits: SchedulerConfig) -> bool:
-    """Returns whether a prompt is long, so that its chunks may drop rows.
-
-    The sequence of a short prompt becomes long as its answer grows. Its later blocks then lie on
-    several ranks, but nothing is dropped of it.
-
-    Args:
-        prompt: tokens of the prompt.
-        limits: bounds and rules.
-    """
-    return prompt >= limits.threshold

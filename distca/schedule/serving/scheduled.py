@@ -22,6 +22,7 @@ class ScheduledTokens:
         new_blocks: blocks that were added since the sequence's last feed; all, if `start` is that
             of its admission.
         admitted: whether the sequence was not running before.
+        dense: whether nothing is dropped of its chunks, whatever the strategy: its prompt is short.
     """
 
     sequence: int
@@ -30,6 +31,7 @@ class ScheduledTokens:
     samples: bool
     new_blocks: tuple[Block, ...]
     admitted: bool
+    dense: bool
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.blocks import PrefixCache, extend_digests
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.growing_groups import GroupGiver, grown
-from distca.schedule.serving.limits import SchedulerConfig, has_long_prompt
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import Request, SharedPrompt
@@ -372,7 +372,13 @@ class Scheduler:
         each.fed = count
         samples = not each.holds and each.computed + count == len(each.tokens)
         new = tuple(each.blocks[known:])
-        return ScheduledTokens(each.number, each.computed, count, samples, new, admitted)
+        dense = self._is_dense(each)
+        return ScheduledTokens(each.number, each.computed, count, samples, new, admitted, dense)
+
+    def _is_dense(self, each: Request) -> bool:
+        """Whether nothing is dropped of a sequence, since its prompt is short. It may become long
+        as its answer grows: its later blocks lie on several ranks then."""
+        return each.prompt < self._limits.threshold
 
     def _next_tokens(self, each: Request) -> int:
         """Tokens that a sequence can be fed next: at most its chunk, and what the chunk's ranks can
@@ -453,7 +459,7 @@ class Scheduler:
             each.blocks.append(self._cache.take(rank))
 
     def _extend_digests(self, each: Request) -> None:
-        salt = self._sparse_salt if has_long_prompt(each.prompt, self._limits) else self._salt
+        salt = self._salt if self._is_dense(each) else self._sparse_salt
         salt += each.salt
         each.digests = extend_digests(each.digests, each.tokens, self._block_size, salt)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.iteration import BatchEntry
-from distca.schedule.serving.limits import SchedulerConfig, has_long_prompt
+from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer
 from distca.schedule.serving.scheduled import BlockRanks, SchedulerOutput, TokenUpdate
 from distca.schedule.serving.scheduler import Scheduler
@@ -67,11 +67,10 @@ class SimulatedEngine:
         block_size: int,
         prefix_caching: bool = False,
     ) -> None:
-        self._limits, self._costs = limits, costs
+        self._costs = costs
         cache = PrefixCache(BlockPool(world_size, blocks, block_size), prefix_caching)
         self.scheduler = Scheduler(cache, limits)
         self.ranks = BlockRanks()
-        self._prompts: dict[int, int] = {}
         self._running: SchedulerOutput | None = None
 
     @property
@@ -92,13 +91,12 @@ class SimulatedEngine:
             ValueError: its keys and values could never be held.
         """
         self.scheduler.add(number, tokens, most_new, arrived=arrived)
-        self._prompts[number] = len(tokens)
 
     def abort(self, number: int) -> bool:
         """Ends a request in whatever state it is; returns whether there was one."""
         found = self.scheduler.abort(number)
         if found:
-            self._forget(number)
+            self.ranks.forget(number)
         return found
 
     def begin(self) -> SimulatedIteration | None:
@@ -115,7 +113,7 @@ class SimulatedEngine:
                 feed.start,
                 feed.count,
                 np.array(self.ranks.of(feed.sequence), dtype=np.int64),
-                not has_long_prompt(self._prompts[feed.sequence], self._limits),
+                feed.dense,
             )
             for feed in batch.feeds
         )
@@ -138,9 +136,5 @@ class SimulatedEngine:
         updates = self.scheduler.advance(batch, chosen)
         for update in updates:
             if update.finish:
-                self._forget(update.sequence)
+                self.ranks.forget(update.sequence)
         return updates
-
-    def _forget(self, number: int) -> None:
-        self.ranks.forget(number)
-        self._prompts.pop(number, None)
