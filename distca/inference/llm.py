@@ -17,11 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from distca.inference.engine import Engine
@@ -30,6 +28,7 @@ from distca.inference.messages import AddRequest, Iteration, ModelOutput, Output
 from distca.inference.models import ServedModel
 from distca.inference.outputs import Completion, OnToken, RequestOutput
 from distca.inference.pool_size import check_stripe
+from distca.inference.processes import Processes
 from distca.inference.profiled_room import agreed_room
 from distca.inference.prompts import check_tokens, whole_numbers
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams
@@ -44,7 +43,6 @@ from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
-from distca.torchrun import read_torchrun
 
 
 def configure(
@@ -149,17 +147,9 @@ class LLM:
     """
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
-        device = join_processes(config)
-        self._config = config
-        self._worker = Worker(config, device, trace)
-        self._several = dist.get_world_size() > 1
-        # What processes tell each other of iterations lies on the host.
-        timeout = timedelta(seconds=config.parallel.step_timeout)
-        on_gpus = self._several and device.type == "cuda"
-        self._control: dist.ProcessGroup | None = (
-            dist.new_group(backend="gloo", timeout=timeout) if on_gpus else None
-        )
-        blocks = agreed_room(self._worker, config, self._control)
+        self._config, self._processes = config, Processes(config)
+        self._worker = Worker(config, self._processes.device, trace)
+        blocks = agreed_room(self._worker, config, self._processes)
         self._worker.begin(blocks)
         self._engine = Engine(config, blocks)
         # Answers that this process ends with the iteration under way, or the next.
@@ -326,11 +316,9 @@ class LLM:
 
     def _check_calls(self, call: object) -> None:
         """Refuses a call that is not every process's. Collective."""
-        if not self._several:
+        if self._processes.count == 1:
             return
-        mine = hashlib.sha256(repr(call).encode()).digest()
-        digests: list[bytes] = [mine] * dist.get_world_size()
-        dist.all_gather_object(digests, mine, group=self._control)
+        digests = self._processes.gather(hashlib.sha256(repr(call).encode()).digest())
         others = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if others:
             raise ValueError(
@@ -392,8 +380,7 @@ class LLM:
     def _timed(self, tokens: int, chain: Chain | None, group: Ranks | None) -> tuple[float, float]:
         """Feeds a prompt, and forgets it; returns CPU seconds of this process, and seconds."""
         self._engine.cache.reset()
-        if self._several:
-            dist.barrier()
+        self._processes.wait_for_all()
         cpu, wall = time.process_time(), time.perf_counter()
         request = AddRequest(0, 0, [n % 2 for n in range(tokens)], SamplingParams(1))
         self._engine.add(request, chain, group)
@@ -428,12 +415,8 @@ class LLM:
         """Runs this process's part; returns what all processes with a part have done, and aborts
         what any of them wants to."""
         done = self._worker.execute(begun)
-        wanted = self._take_aborts()
-        said = [(done, wanted)]
-        if self._several:
-            said *= dist.get_world_size()
-            dist.all_gather_object(said, (done, wanted), group=self._control)
-        wanted = set().union(*(numbers for _, numbers in said))
+        said = self._processes.gather((done, self._take_aborts()))
+        wanted = set[int]().union(*(numbers for _, numbers in said))
         aborted = {number for number in sorted(wanted) if self._engine.abort(number)}
         return {rank: each for rank, (each, _) in enumerate(said) if each is not None}, aborted
 
@@ -441,60 +424,13 @@ class LLM:
         """Gives the logits of all tokens that are chosen to all processes."""
         sampled = [feed.sequence for feed in begun.batch.feeds if feed.samples]
         own = self._worker.logits
-        sizes = torch.tensor(max((len(row) for row in own.values()), default=0))
-        if self._several:
-            dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._control)
-        table = torch.zeros(len(sampled), int(sizes))
+        width = torch.tensor(max((len(row) for row in own.values()), default=0))
+        table = torch.zeros(len(sampled), int(self._processes.reduce(width, dist.ReduceOp.MAX)))
         for row, number in zip(table, sampled, strict=True):
             if number in own:
                 row.copy_(own[number])
-        if self._several:
-            dist.all_reduce(table, group=self._control)
-        return dict(zip(sampled, table, strict=True))
+        return dict(zip(sampled, self._processes.reduce(table), strict=True))
 
     def _raise(self, failed: SampledToken) -> None:
         """Says for which request no token can be chosen, and why. Collective."""
         raise NotFiniteError(failed.number, f"{failed.failed}{self._worker.where_not_finite()}")
-
-
-def _attempt() -> str:
-    """Name of this start of the ranks by torchrun.
-
-    Ranks that start again meet in the store of those before, which still has the addresses of dead
-    ranks. On one machine all ranks have the same number of restarts. On several machines they may
-    not, so the name is always the same there.
-    """
-    launched = read_torchrun()
-    assert launched is not None, "torchrun started the ranks"
-    return f"start {launched.restarts}" if launched.machines == 1 else "ranks"
-
-
-def join_processes(config: EngineConfig) -> torch.device:
-    """Joins this process with the others, unless it has; returns its device. Collective.
-
-    Raises:
-        ValueError: there are not as many processes as the configuration has.
-    """
-    gpus = torch.cuda.is_available()
-    if not dist.is_initialized():
-        backend = "nccl" if gpus else "gloo"
-        timeout = timedelta(seconds=config.parallel.step_timeout)
-        if read_torchrun() is not None:
-            store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-            store = dist.PrefixStore(_attempt(), store)  # type: ignore[attr-defined]
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout
-            )
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    if dist.get_world_size() != config.processes:
-        raise ValueError(
-            f"{config.processes} processes are needed, and there are {dist.get_world_size()}: "
-            f"start the program by torchrun --nproc-per-node {config.processes}"
-        )
-    if not gpus:
-        return torch.device("cpu")
-    device = torch.device("cuda", dist.get_node_local_rank(dist.get_rank()))
-    torch.cuda.set_device(device)
-    return device

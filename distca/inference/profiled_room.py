@@ -17,28 +17,26 @@ from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import SIZES
 from distca.inference.engine import Engine
 from distca.inference.messages import AddRequest
+from distca.inference.processes import Processes
 from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
 
 
-def agreed_room(worker: Worker, config: EngineConfig, control: dist.ProcessGroup | None) -> int:
+def agreed_room(worker: Worker, config: EngineConfig, processes: Processes) -> int:
     """Returns the blocks that all ranks have room for. Collective.
 
     Args:
         worker: this process's, without any sequence.
         config: configuration of the engine.
-        control: group of all processes, on the host; None: the default group is one.
+        processes: this process among the others.
     """
     needed = 0
     if config.cache.nbytes is None:
-        needed = _most_needed(worker, config, control)
-    blocks = torch.tensor(worker.room(needed))
-    if dist.get_world_size() > 1:
-        dist.all_reduce(blocks, dist.ReduceOp.MIN, group=control)
-    return int(blocks)
+        needed = _most_needed(worker, config, processes)
+    return int(processes.reduce(torch.tensor(worker.room(needed)), dist.ReduceOp.MIN))
 
 
-def _most_needed(worker: Worker, config: EngineConfig, control: dist.ProcessGroup | None) -> int:
+def _most_needed(worker: Worker, config: EngineConfig, processes: Processes) -> int:
     """Bytes of this GPU that the largest steps need for a while, beside what stays."""
     limits, positions = config.scheduler, config.model.positions
     decoded = min(limits.max_num_seqs, SIZES[-1])
@@ -53,8 +51,8 @@ def _most_needed(worker: Worker, config: EngineConfig, control: dist.ProcessGrou
     worker.begin(blocks)
     pool = blocks * worker.block_bytes
     # Graphs are captured first, so that their memory is part of what the longest step needs.
-    _answer(worker, Engine(config, blocks), [1] * decoded, control)
-    _answer(worker, Engine(config, blocks), prompts, control)
+    _answer(worker, Engine(config, blocks), [1] * decoded, processes)
+    _answer(worker, Engine(config, blocks), prompts, processes)
     peak = torch.cuda.max_memory_allocated(device)
     worker.begin(1)
     gc.collect()
@@ -62,18 +60,13 @@ def _most_needed(worker: Worker, config: EngineConfig, control: dist.ProcessGrou
     return max(peak - pool - torch.cuda.memory_allocated(device), 0)
 
 
-def _answer(
-    worker: Worker, engine: Engine, lengths: list[int], control: dist.ProcessGroup | None
-) -> None:
+def _answer(worker: Worker, engine: Engine, lengths: list[int], processes: Processes) -> None:
     """Answers prompts of some lengths by two tokens each, which nobody reads."""
     for number, length in enumerate(lengths):
         # With salts of their own they share no blocks.
         salt = number.to_bytes(4)
         engine.add(AddRequest(number, 0, [1] * length, SamplingParams(2), salt=salt))
     while (begun := engine.schedule()) is not None:
-        done = worker.execute(begun)
-        said = [done] * dist.get_world_size()
-        if len(said) > 1:
-            dist.all_gather_object(said, done, group=control)
+        said = processes.gather(worker.execute(begun))
         engine.finish({rank: each for rank, each in enumerate(said) if each is not None})
     worker.forget()

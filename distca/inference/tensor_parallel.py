@@ -136,6 +136,10 @@ def join_ranks(
         have the other slices of the same tokens.
     """
     rank, world_size, size = dist.get_rank(), dist.get_world_size(), tensor_parallel_size
+    if world_size == 1:
+        # Nothing travels. A group of its own would have a thread that polls all the same.
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD, ALONE
     context = [
         new_exchange_group(list(range(first, world_size, size)), timeout) for first in range(size)
     ]
@@ -150,20 +154,18 @@ def join_ranks(
     return group, TensorRanks(rank % size, size, tensor[rank // size])
 
 
-def check_divides(
-    config: PreTrainedConfig, size: int, flag: str = "--tensor-parallel-size"
-) -> None:
+def check_divides(config: PreTrainedConfig, size: int) -> None:
     """Refuses sizes that ranks cannot share evenly.
 
     Args:
         config: configuration of transformers.
         size: ranks that share each layer.
-        flag: flag that gives it.
 
     Raises:
         ValueError: the size does not divide heads or the width of feed-forward layers, or the
             family has weights of another layout.
     """
+    flag = "--tensor-parallel-size"
     if size < 1:
         raise ValueError(f"{flag} {size}: give at least 1")
     if size > 1 and config.model_type in _WHOLE:

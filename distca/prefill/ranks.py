@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import NoReturn
 
 import numpy as np
@@ -17,9 +16,9 @@ import torch.distributed as dist
 
 from distca.inference.config import EngineConfig
 from distca.inference.engine import Engine
-from distca.inference.llm import join_processes
 from distca.inference.messages import AddRequest, Iteration, decoder, encode
 from distca.inference.models import ServedModel
+from distca.inference.processes import Processes
 from distca.inference.profiled_room import agreed_room
 from distca.inference.sampling import SamplingParams
 from distca.inference.worker import Worker
@@ -135,14 +134,12 @@ class PrefillRank:
     ) -> None:
         size = config.parallel.tensor_parallel_size
         self.slices = HeadSlices(model.kv_heads, size, config.processes)
-        device = join_processes(config)
+        self._processes = Processes(config)
+        device = self._processes.device
         self._config, self._chunk, self._lease = config, chunk, lease
-        self._rank, self._several = dist.get_rank(), dist.get_world_size() > 1
-        # What ranks agree on lies on the host.
-        timeout = timedelta(seconds=config.parallel.step_timeout)
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._rank = dist.get_rank()
         self._worker = Worker(config, device, model=model)
-        blocks = agreed_room(self._worker, config, self._control)
+        blocks = agreed_room(self._worker, config, self._processes)
         self._worker.begin(blocks)
         self._worker.watch(self)
         self._engine = Engine(config, blocks)
@@ -166,10 +163,7 @@ class PrefillRank:
                 agent = NixlAgent()
             except NixlError as error:
                 why = str(error)
-        said = [(b"" if agent is None else agent.metadata, why)]
-        if self._several:
-            said *= dist.get_world_size()
-            dist.all_gather_object(said, said[0], group=self._control)
+        said = self._processes.gather((b"" if agent is None else agent.metadata, why))
         missing = [(number, each) for number, (metadata, each) in enumerate(said) if not metadata]
         self.transfers: tuple[TransferName, ...] = ("tcp",)
         self.agents: tuple[bytes, ...] = ()
@@ -245,7 +239,7 @@ class PrefillRank:
 
     def _agree(self) -> Agreed:
         """What all ranks take in."""
-        told = [b""]
+        told = b""
         self._outbox.pump()
         if self._front is not None:
             writing = any(
@@ -255,10 +249,8 @@ class PrefillRank:
             )
             wait = _SECONDS_WRITING if writing else min(_SECONDS_IDLE, self._lease / 4)
             self._front.pump(wait if self._idle else 0.0)
-            told = [encode(Agreed(time.monotonic(), self._front.take()))]
-        if self._several:
-            dist.broadcast_object_list(told, 0, group=self._control)
-        agreed: Agreed = self._agreed.decode(told[0])
+            told = encode(Agreed(time.monotonic(), self._front.take()))
+        agreed: Agreed = self._agreed.decode(self._processes.broadcast(told))
         return agreed
 
     def _take(self, agreed: Agreed) -> None:
