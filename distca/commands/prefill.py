@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
@@ -25,8 +25,12 @@ from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.prefill.address import check_host
-from distca.torchrun import read_torchrun
+from distca.torchrun import Torchrun, read_torchrun
 from distca.wording import counted, install
+
+if TYPE_CHECKING:
+    from distca.inference.config import EngineConfig
+    from distca.inference.models import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ranks_of(launched: Any, args: argparse.Namespace) -> int:
+def _ranks_of(launched: Torchrun, args: argparse.Namespace) -> int:
     """Ranks of torchrun's processes.
 
     Raises:
@@ -203,10 +207,10 @@ def _ranks_of(launched: Any, args: argparse.Namespace) -> int:
             f"--tensor-parallel-size {size} does not divide torchrun's {processes} processes: "
             "start a multiple of it"
         )
-    return int(processes // size)
+    return processes // size
 
 
-def _ranks(config: Any) -> str:
+def _ranks(config: EngineConfig) -> str:
     """Says how many ranks there are."""
     ranks, size = counted(config.parallel.world_size, "rank"), config.parallel.tensor_parallel_size
     return ranks if size == 1 else f"{ranks} of {size} processes each"
@@ -216,7 +220,7 @@ def _address(args: argparse.Namespace) -> str:
     return f"tcp://{args.host}:{args.port}"
 
 
-def _configuration(args: argparse.Namespace) -> tuple[Any, str, Any]:
+def _configuration(args: argparse.Namespace) -> tuple[ServedModel, str, EngineConfig]:
     """Returns the model, whose code computes it, and the configuration of the engine.
 
     Raises:
@@ -263,7 +267,7 @@ def _configuration(args: argparse.Namespace) -> tuple[Any, str, Any]:
     return model, told, config
 
 
-def _serve(args: argparse.Namespace, model: Any, told: str, config: Any) -> int:
+def _serve(args: argparse.Namespace, model: ServedModel, told: str, config: EngineConfig) -> int:
     """Serves as one of the ranks."""
     import torch.distributed as dist
 

@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distca.commands.described import RUNAHEAD, given_shares
 from distca.schedule.serving.partitions import Chain, PartitionTable, load_partitions
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
+    from distca.schedule.serving.csps.levels import Levels
 
 SEARCHED = "searched"
 """Value of `--partition` by which parts are searched by simulated seconds."""
@@ -18,7 +22,9 @@ _LEAST = 512
 """Least length of a prompt whose parts are searched where lengths are not known."""
 
 
-def served_chain(args: argparse.Namespace, model: Any, lengths: Sequence[int] = ()) -> Chain | None:
+def served_chain(
+    args: argparse.Namespace, model: ServedModel, lengths: Sequence[int] = ()
+) -> Chain | None:
     """Returns the chain that owns the tokens of prefills; None: there is none.
 
     Args:
@@ -42,7 +48,9 @@ def served_chain(args: argparse.Namespace, model: Any, lengths: Sequence[int] = 
     return Chain(ranks, table)
 
 
-def _searched(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> PartitionTable:
+def _searched(
+    args: argparse.Namespace, model: ServedModel, lengths: Sequence[int]
+) -> PartitionTable:
     """Returns a table of the prompts' lengths, or of doubling ones, by this machine's simulated
     seconds."""
     from distca.inference.machine import machine_of
@@ -56,7 +64,9 @@ def _searched(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> P
     return searched_table(lengths or [*doubling, model.positions], costs, cost_model, ranks)
 
 
-def tell_of_lengths(command: str, chain: Any, partition: str, lengths: Sequence[int]) -> None:
+def tell_of_lengths(
+    command: str, chain: Chain | Levels | None, partition: str, lengths: Sequence[int]
+) -> None:
     """Says once that prompts are shorter or longer than those of a table, if any are.
 
     Args:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from distca.schedule.serving.csps.layouts import LayoutChoice, SplitModel
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
 
 SP_TP = "sp-tp"
 """Strategy of prefills by which rows are shared by sequence between blocks whose weights are split
@@ -41,7 +44,7 @@ def layout_choice(
     return next((each for each in (SP_NTP, "sp-tp") if each == strategy), None)
 
 
-def served_split(args: argparse.Namespace, model: Any, nodes: int = 1) -> SplitModel | None:
+def served_split(args: argparse.Namespace, model: ServedModel) -> SplitModel | None:
     """Returns the layers whose rows are shared as the flags say; None: none are.
 
     Raises:
@@ -51,4 +54,4 @@ def served_split(args: argparse.Namespace, model: Any, nodes: int = 1) -> SplitM
 
     ranks = args.context_parallel_size + getattr(args, "attention_servers", 0)
     choice = layout_choice(args.prefill_strategy, args.selector, ranks, args.tensor_parallel_size)
-    return None if choice is None else split_model(model, choice, nodes)
+    return None if choice is None else split_model(model, choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from distca.commands.chosen_sparsity import chosen_sparsity
 from distca.commands.described import RUNAHEAD
@@ -13,9 +13,18 @@ from distca.commands.served_chain import served_chain
 from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import near_to_far
 from distca.schedule.serving.csps.pipeline import NearToFar
+from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.schedule.serving.steps import Strategy
+
+if TYPE_CHECKING:
+    from distca.inference.models import ServedModel
+    from distca.schedule.serving.csps.levels import Levels
+    from distca.schedule.serving.partitions import Chain
 
 
-def served_strategy(args: argparse.Namespace, model: Any, longest: int | None = None) -> Any:
+def served_strategy(
+    args: argparse.Namespace, model: ServedModel, longest: int | None = None
+) -> PrefillStrategy:
     """Returns what travels in prefills, or who chooses it.
 
     Args:
@@ -35,7 +44,7 @@ def served_strategy(args: argparse.Namespace, model: Any, longest: int | None = 
     if args.prefill_strategy in (RUNAHEAD, SP_TP):
         return "pass-kv"
     if args.prefill_strategy != "auto":
-        return args.prefill_strategy
+        return cast(Strategy, args.prefill_strategy)
     from distca.inference.machine import machine_of
 
     machine = machine_of(args.profile, args.node_gb_per_s)
@@ -45,8 +54,11 @@ def served_strategy(args: argparse.Namespace, model: Any, longest: int | None = 
 
 
 def served_owners(
-    args: argparse.Namespace, model: Any, strategy: Any, lengths: Sequence[int] = ()
-) -> Any:
+    args: argparse.Namespace,
+    model: ServedModel,
+    strategy: PrefillStrategy,
+    lengths: Sequence[int] = (),
+) -> Chain | Levels | None:
     """Returns who shares out prompts, a chain or levels; None: all ranks evenly, in zigzag.
 
     Args:

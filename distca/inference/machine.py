@@ -106,7 +106,6 @@ class Machine:
         name: SelectorName,
         shape: AttentionShape,
         ranks: int,
-        machines: int = 1,
         hurried: int | None = None,
     ) -> Selector:
         """Makes a selector.
@@ -115,7 +114,6 @@ class Machine:
             name: which one.
             shape: heads of a rank.
             ranks: ranks that share tokens.
-            machines: machines that they are on, as many on each.
             hurried: layers of a model whose small steps are chosen for by the paper's rule, since
                 simulating takes longer than it could gain; None: all steps are simulated.
 
@@ -125,10 +123,9 @@ class Machine:
         rates, profile = self.rates, self.profile
         self._check_profile(shape)
         rate = rates.attention_tflops * 1e12 if profile is None else profile.flops_per_second
-        speed = rates.node_gb_per_s if machines == 1 else rates.network_gb_per_s
-        rule = PaperRule(shape, ranks, rate, speed * 1e9)
+        rule = PaperRule(shape, ranks, rate, rates.node_gb_per_s * 1e9)
         if name == "paper":
             return rule
-        links = Links(max(ranks // machines, 1), rates.node_gb_per_s, rates.network_gb_per_s)
+        links = Links(ranks, rates.node_gb_per_s, rates.network_gb_per_s)
         selector = SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
         return selector if hurried is None else replace(selector, layers=hurried, quick=rule)
