@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -292,7 +293,43 @@ def test_a_failure_is_in_the_report(broken, monkeypatch, tmp_path: Path, capsys)
     capsys.readouterr()
     found = json.loads((tmp_path / "verify.json").read_text())
     assert (found["failed"], found["printed"]) == ("kernels", {"nvidia-smi": "none"})
+    assert (found["running"], found["interrupted"]) == (None, False)
     assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL],
+)
+def test_a_report_says_where_the_command_was_stopped(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """It takes the place of an older one before the first stage."""
+    path = tmp_path / "verify.json"
+    path.write_text("{}")
+    command = [sys.executable, "-m", "distca", "verify", "--ranks", "1", "--output", str(tmp_path)]
+    started = subprocess.Popen(
+        [*command, "--stages", "environment", "training"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # Training takes long.
+    assert started.stdout is not None
+    assert started.stdout.readline().split()[:2] == ["ok", "environment"]
+    end = time.monotonic() + 60
+    while json.loads(path.read_text()).get("running") != "training" and time.monotonic() < end:
+        time.sleep(0.05)
+    started.send_signal(number)
+    _, errors = started.communicate(timeout=60)
+    told = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}.get(number)
+    assert started.returncode == (-number if told is None else 128 + number)
+    assert told is None or errors.splitlines()[-1] == f"distca verify: {told}"
+    found = json.loads(path.read_text())
+    assert [line["stage"] for line in found["stages"]] == ["environment"]
+    assert found["running"] == "training"
+    assert found["interrupted"] is (told is not None)
+    assert [each.name for each in tmp_path.iterdir()] == ["verify.json"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,21 +81,30 @@ def main(argv: list[str]) -> int:
         _make_folder(args.output)
         machine = describe_machine()
     lines: list[Line] = []
+    writes = args.output is not None and os.environ.get("RANK", "0") == "0"
 
     def take(line: Line) -> None:
         _take(line, lines, names, args.json)
         if args.output is not None:
             save_report(args.output, lines, names, machine)
 
-    if launched:
-        verify_under_torchrun(names, args.output, take, lines.append)
-    with progress("distca verify", "stages", len(names)) as shown:
+    try:
+        if writes:
+            # In place of an older report, should this process be killed in the first stage.
+            save_report(args.output, lines, names, machine)
+        if launched:
+            verify_under_torchrun(names, args.output, take, lines.append)
+        with progress("distca verify", "stages", len(names)) as shown:
 
-        def tell(line: Line) -> None:
-            take(line)
-            shown.update()
+            def tell(line: Line) -> None:
+                take(line)
+                shown.update()
 
-        verify_machine(ranks, names, args.output, tell)
+            verify_machine(ranks, names, args.output, tell)
+    except KeyboardInterrupt:
+        if writes:
+            save_report(args.output, lines, names, machine, interrupted=True)
+        raise
     return int(lines[-1].state == "failed")
 
 

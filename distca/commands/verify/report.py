@@ -26,16 +26,23 @@ _SETTINGS = "NCCL_", "NVSHMEM_", "CUDA_", "TORCH_NCCL_"
 """How the names of variables begin that change what GPUs and networks do."""
 
 
-def report(lines: Sequence[Line], names: Sequence[str]) -> dict[str, object]:
+def report(
+    lines: Sequence[Line], names: Sequence[str], interrupted: bool = False
+) -> dict[str, object]:
     """Returns the report as JSON has it.
 
     Args:
         lines: lines of the stages that ran.
         names: names of all stages that were to run.
+        interrupted: whether a signal has ended the command.
     """
     failed = lines[-1].stage if lines and lines[-1].state == "failed" else None
+    left = [] if failed else names[len(lines) :]
     return {
         "failed": failed,
+        "interrupted": interrupted,
+        # If the command was killed it is the stage in which it was.
+        "running": left[0] if left else None,
         "not_reached": list(names[len(lines) :]),
         "stages": [asdict(line) for line in lines],
         "environment": {
@@ -57,13 +64,18 @@ def describe_machine() -> dict[str, object]:
 
 
 def save_report(
-    folder: Path, lines: Sequence[Line], names: Sequence[str], machine: Mapping[str, object]
+    folder: Path,
+    lines: Sequence[Line],
+    names: Sequence[str],
+    machine: Mapping[str, object],
+    interrupted: bool = False,
 ) -> None:
     """Writes `REPORT` with all of that, in place of an older one."""
     path = folder / REPORT
     # Ranks that fail at once may both write.
     written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps({**report(lines, names), **machine}, indent=1) + "\n")
+    found = {**report(lines, names, interrupted), **machine}
+    written.write_text(json.dumps(found, indent=1) + "\n")
     written.replace(path)
 
 
