@@ -6,18 +6,18 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from support.simgpu.machine import Machine, built_or_skip
 from support.small_models import save_small_model
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_host_has_a_part_of_the_weights(tmp_path: Path, ranks: int) -> None:
+def test_the_host_has_a_part_of_the_weights(tmp_path: Path) -> None:
+    """With one rank, and with two that share layers."""
     built_or_skip()
     folder = save_small_model("llama", tmp_path, num_hidden_layers=24)
-    command = [sys.executable, "-m", "support.simgpu.loaded", str(folder), str(ranks)]
+    command = [sys.executable, "-m", "support.simgpu.loaded", str(folder), "1", "2"]
     ran = Machine().run(command)
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert 0 < found["host"] < found["gpu"] / 4
+    alone, shared = json.loads(ran.stdout)
+    for found in (alone, shared):
+        assert 0 < found["host"] < found["gpu"] / 4
+    assert shared["gpu"] < alone["gpu"]

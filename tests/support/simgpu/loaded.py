@@ -1,8 +1,8 @@
 """A model that is loaded to a simulated GPU: how much of its weights the host has at a time.
 
-Its arguments are the model's folder, and how many ranks share its layers. This is the first rank.
-It writes to standard output, as JSON: most bytes of weights on the host at a time, and the bytes of
-all weights on the GPU.
+Its arguments are the model's folder, and numbers of ranks that share its layers. For each number
+this is the first rank. It writes to standard output, as JSON, for each: most bytes of weights on
+the host at a time, and the bytes of all weights on the GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from distca.inference.models import read_model
 from distca.inference.tensor_parallel import TensorRanks
 
 
-def main(argv: list[str]) -> dict[str, int]:
-    """Loads the model."""
-    folder, size = argv[0], int(argv[1])
+def main(argv: list[str]) -> list[dict[str, int]]:
+    """Loads the model for each number of ranks."""
+    return [_loaded(argv[0], int(size)) for size in argv[1:]]
+
+
+def _loaded(folder: str, size: int) -> dict[str, int]:
     here: dict[int, int] = {}
     most = [0]
     read = StoredTensor.__getitem__
