@@ -20,9 +20,10 @@ def with_sink(
         lse_TH: their LSE, float32 `[rows, heads]`.
         sink_H: logit of each head, `[heads]`.
     """
-    sink = sink_H.to(lse_TH.dtype)
-    kept = torch.sigmoid(lse_TH - sink)
-    return (out_THD * kept.unsqueeze(-1)).to(out_THD.dtype), torch.logaddexp(lse_TH, sink)
+    # Dtypes differ: each operator converts as it reads and writes, and needs no copies for it.
+    kept = (lse_TH - sink_H).sigmoid_()
+    kept_out = torch.mul(out_THD, kept.unsqueeze(-1), out=torch.empty_like(out_THD))
+    return kept_out, torch.logaddexp(lse_TH, sink_H)
 
 
 def sink_gradient(

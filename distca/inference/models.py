@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distca.attention.fused import load_fused_kernels
+from distca.attention.fused import load_expert_kernels, load_fused_kernels
 from distca.checkpoints.weights import Checkpoint
 from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
+from distca.inference.fused_experts import fuse_experts
 from distca.inference.fused_layers import fuse_layers
 from distca.inference.runnable import RunnableModel
 from distca.inference.tensor_parallel import (
@@ -239,8 +240,11 @@ class ServedModel:
         register(need_transformers())
         if computes:
             model, kernels = self.load(device, ranks=ranks), load_fused_kernels(device.type)
+            of_experts = load_expert_kernels(device.type)
             if kernels is not None:
                 fuse_layers(model, kernels)
+            if of_experts is not None:
+                fuse_experts(model, of_experts)
             return TransformersModel(model)
         return TransformersModel(self.checkpoint.outline(IMPLEMENTATION, self.dtype))
 

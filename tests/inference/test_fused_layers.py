@@ -1,4 +1,4 @@
-"""Fused norms and rotary embeddings compute what the layers of transformers do."""
+"""Fused norms, rotary embeddings and experts compute what the layers of transformers do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from distca.attention.fused import FusedKernels
+from distca.attention.fused import ExpertKernels, FusedKernels
+from distca.inference.fused_experts import fuse_experts
 from distca.inference.fused_layers import fuse_layers
-from support.simgpu.fused import stand_ins
+from support.simgpu import fused, fused_experts
 from support.small_models import FAMILIES, SIZES, VOCABULARY
 
 PARTS = {
@@ -22,7 +23,9 @@ class Counted:
 
     def __init__(self) -> None:
         self.launches: list[str] = []
-        self.kernels = FusedKernels(stand_ins(self._launch, lambda each: each))
+        self.kernels = FusedKernels(fused.stand_ins(self._launch, lambda each: each))
+        its = fused_experts.stand_ins(self._launch, lambda each: each)
+        self.of_experts = ExpertKernels(its)
 
     def _launch(self, name: str, reads: Any, writes: Any, call: Any) -> None:
         self.launches.append(name.removeprefix("distca::"))
@@ -47,6 +50,7 @@ def launches_of(model: Any) -> list[str]:
     with torch.no_grad():
         expected = model(input_ids=ids).logits
         fuse_layers(model, counted.kernels)
+        fuse_experts(model, counted.of_experts)
         found = model(input_ids=ids).logits
     assert torch.equal(found, expected)
     return counted.launches
@@ -60,6 +64,18 @@ def test_logits_have_the_bits_of_transformers(family: str, dtype: torch.dtype) -
     launches = launches_of(model)
     assert launches.count("normalize_rows") == norms > 0
     assert launches.count("rotate_heads") == len(model.model.layers)
+    experts = (
+        launches.count("sort_rows"),
+        launches.count("gate_rows"),
+        launches.count("combine_rows"),
+    )
+    of_family = "num_experts_per_tok" in FAMILIES[family][1]
+    assert experts == (3 * of_family,) * 3
+
+
+@pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"experts_implementation": "eager"}])
+def test_experts_that_are_not_covered_are_left_to_transformers(change: dict[str, str]) -> None:
+    assert "sort_rows" not in launches_of(model_of("qwen3_moe", torch.float32, **change))
 
 
 def test_heads_that_are_rotated_in_part_are_left_to_transformers() -> None:

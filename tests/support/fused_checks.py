@@ -16,7 +16,15 @@ import numpy as np
 import torch
 
 from distca.attention import select_kernel_of_heads
-from distca.attention.fused import FusedKernels, RowJob, RowMemory, triton_kernels
+from distca.attention.fused import (
+    ClampedGate,
+    ExpertKernels,
+    FusedKernels,
+    RowJob,
+    RowMemory,
+    triton_experts,
+    triton_kernels,
+)
 from distca.attention.merge import Sums, lse_merge, merge_shared, sum_parts, sums_by_row
 from distca.cost import rows as cost_rows
 from distca.cost.memory import plan_memory
@@ -31,9 +39,10 @@ from distca.runtime.row_sources import MergedRows, SummedRows, WrittenRows
 from distca.runtime.torch_rows import TorchRowKernels
 from distca.runtime.workspace import Workspace
 from distca.transport.virtual import VirtualTransport
+from support.both_kernels import both_of
 from support.random_plans import random_lengths, random_plan
 from support.served_rows import numbered_rows
-from support.simgpu.fused import stand_ins
+from support.simgpu import fused_experts
 
 CPU = torch.device("cpu")
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -44,54 +53,13 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-class _Both:
-    """Launches a kernel, and its stand-in on copies of all memory; both must write the same."""
-
-    def __init__(self, kernel: Any, stand_in: Any) -> None:
-        self._kernel, self._stand_in, self.launches = kernel, stand_in, 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def call(*arguments: Any, **options: bool) -> None:
-            memory: dict[int, torch.UntypedStorage] = {}
-
-            def copied(value: Any) -> Any:
-                if isinstance(value, tuple):
-                    return tuple(map(copied, value))
-                if not isinstance(value, torch.Tensor):
-                    return value
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in memory:
-                    memory[storage.data_ptr()] = storage.clone()
-                    kept.append(storage)
-                other = torch.empty(0, dtype=value.dtype)
-                place = value.storage_offset(), value.shape, value.stride()
-                return other.set_(memory[storage.data_ptr()], *place)
-
-            kept: list[torch.UntypedStorage] = []
-            copies = copied(arguments)
-            self._stand_in[grid](*copies, **options)
-            self._kernel[grid](*arguments, **options)
-            self.launches += 1
-            _assert_same(arguments, copies)
-
-        return call
-
-
-def _assert_same(found: Any, expected: Any) -> None:
-    if isinstance(found, tuple):
-        for pair in zip(found, expected, strict=True):
-            _assert_same(*pair)
-    elif isinstance(found, torch.Tensor):
-        rounding = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(found.dtype, 1e-5)
-        torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-6, equal_nan=True)
-
-
 def fused() -> FusedKernels:
     """The fused kernels, as the interpreter runs them."""
-    stands = stand_ins(lambda name, reads, writes, call: call(*reads, *writes), lambda each: each)
-    names = ("make_rows", "merge_rows", "finish_outputs", "normalize_rows", "rotate_heads")
-    both = {name: _Both(getattr(triton_kernels, name), getattr(stands, name)) for name in names}
-    return FusedKernels(type("Kernels", (), both))
+    return FusedKernels(both_of(triton_kernels))
+
+
+def _experts() -> ExpertKernels:
+    return ExpertKernels(both_of(triton_experts, fused_experts))
 
 
 def _rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -207,6 +175,20 @@ def outputs_are_finished() -> None:
         fused().finish_outputs(found, lse, found, into_lse)
 
 
+@check
+def keys_and_values_are_written_to_their_slots() -> None:
+    """From rows that lie apart; rows that are equal may have one slot."""
+    for rows, heads, size in ((0, 2, 8), (1, 1, 16), (5, 3, 24), (2, 8, 320)):
+        both = _rows(rows, 2 * heads + 1, size, dtype=torch.bfloat16)
+        both[3:] = both[2:3] if rows > 3 else 0
+        k, v = both[:, :heads], both[:, heads:-1]
+        slots = torch.tensor([4, 0, 7, 7, 7])[:rows]
+        pools = [_rows(9, heads, size, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+        expected = [each.index_copy(0, slots, its) for each, its in zip(pools, (k, v), strict=True)]
+        fused().write_rows(k, v, slots, *pools)
+        assert all(map(torch.equal, pools, expected))
+
+
 ROUNDED = torch.float32, torch.float16
 """Dtypes to which the interpreter rounds as GPUs do; it cuts bfloat16 off."""
 
@@ -242,6 +224,65 @@ def heads_are_rotated() -> None:
                 c, s = (each[:, None, : size // 2] for each in (cos, sin))
                 expected = torch.cat([first * c - second * s, second * c + first * s], -1)
                 assert torch.equal(mine, expected), dtype
+
+
+def _chosen(rows: int, chosen: int, number: int) -> torch.Tensor:
+    """Experts of each row; few of many, so that some have no rows."""
+    drawn = torch.rand(rows, number, generator=torch.Generator().manual_seed(rows))
+    return drawn.argsort(1)[:, :chosen].clamp(1, max(1, number - 2))
+
+
+@check
+def rows_are_sorted_by_their_experts() -> None:
+    """Where the first, the last and some between have no rows; wider than a program, too."""
+    for rows, chosen, number, width in (
+        (1, 1, 1, 8),
+        (1, 4, 9, 24),
+        (37, 2, 5, 100),
+        (3, 2, 40, 1500),
+    ):
+        source, of_row = _rows(rows, width, dtype=torch.bfloat16), _chosen(rows, chosen, number)
+        experts, order = torch.sort(of_row.clamp(max=number - 1).flatten())
+        found = _experts().sort_rows(source, experts, order, number)
+        assert torch.equal(found.rows, source[order // chosen])
+        assert torch.equal(found.places[order], torch.arange(rows * chosen))
+        counts = torch.bincount(experts, minlength=number)
+        assert torch.equal(found.ends, counts.cumsum(0).int())
+
+
+@check
+def rows_are_gated() -> None:
+    """By either activation, with biases and without; within a rounding of torch's operators."""
+    for dtype in ROUNDED:
+        for rows, width in ((1, 8), (5, 100), (2, 1500)):
+            source, bias = _rows(rows, 2 * width, dtype=dtype), _rows(3, 2 * width, dtype=dtype)
+            experts = torch.arange(rows).clamp(max=2)
+            for of_row, its in ((None, None), (experts, bias)):
+                inputs = source if its is None else source + its[experts]
+                gate, up = inputs.chunk(2, -1)
+                silu = torch.nn.functional.silu(gate) * up
+                gate, up = inputs[:, ::2].clamp(max=0.5), inputs[:, 1::2].clamp(-0.5, 0.5)
+                clamped = (up + 1) * (gate * torch.sigmoid(gate * 1.7))
+                for way, expected in ((None, silu), (ClampedGate(1.7, 0.5), clamped)):
+                    found = _experts().gate_rows(source, way, of_row, its)
+                    rounding = 1e-5 if dtype == torch.float32 else 2**-8
+                    torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-5)
+
+
+@check
+def what_experts_made_is_combined() -> None:
+    for dtype in ROUNDED:
+        for rows, chosen, width in ((1, 1, 8), (4, 3, 100), (2, 8, 1500)):
+            pairs, of_row = rows * chosen, _chosen(rows, chosen, 12)
+            source, weights = _rows(pairs, width, dtype=dtype), _rows(rows, chosen, dtype=dtype)
+            places, bias = torch.arange(pairs).flip(0), _rows(12, width, dtype=dtype, seed=1)
+            for experts, its in ((None, None), (of_row, bias)):
+                found = _experts().combine_rows(source, places, weights, experts, its)
+                parts = source[places] if its is None else source[places] + its[of_row.flatten()]
+                parts = (parts * weights.reshape(-1, 1)).view(rows, chosen, width)
+                expected = parts.float().sum(1).to(dtype)
+                rounding = 1e-5 if dtype == torch.float32 else 2**-9
+                torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-5)
 
 
 def _messages(width: int, keys: bool) -> tuple[Any, QAndKV, torch.Tensor]:

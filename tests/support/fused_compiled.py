@@ -15,14 +15,26 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from distca.attention.fused import FusedKernels, RowJob, RowMemory, triton_kernels
+from distca.attention.fused import (
+    ClampedGate,
+    ExpertKernels,
+    FusedKernels,
+    RowJob,
+    RowMemory,
+    triton_experts,
+    triton_kernels,
+)
 from distca.attention.fused.jobs import Before
 from distca.attention.merge import Sums, lse_merge, sums_by_row
 
 CAPABILITIES = 80, 90, 100
 PLANS = 5, 16
 """Rows of two plans; numbers that are multiples of 16 would be a kind of their own."""
-_KERNELS = "make_rows", "merge_rows", "finish_outputs", "normalize_rows", "rotate_heads"
+_KERNELS = (
+    *("make_rows", "merge_rows", "finish_outputs"),
+    *("write_rows", "normalize_rows", "rotate_heads"),
+)
+_OF_EXPERTS = "sort_rows", "gate_rows", "combine_rows"
 GQA, MLA = (32, 8, 128, 128), (16, 16, 192, 128)
 """Heads of queries and of keys, elements of a key's head and of a value's."""
 
@@ -88,8 +100,23 @@ def launches(kernels: FusedKernels, rows: int, heads: tuple[int, ...], dtype: to
     merge = lse_merge(np.arange(rows) // 2, rows)
     kernels.merge_rows(out, lse, merge, RowMemory(out.clone()), RowMemory(lse.clone()))
     kernels.finish_outputs(out, lse.T.contiguous(), out.clone(), lse)
+    kernels.write_rows(k, k, index, k.clone(), k.clone())
     kernels.normalize_rows(q.flatten(1), q[0].flatten(), 1e-5, rounds=True)
     kernels.rotate_heads(q, k, q[:, 0], q[:, 0])
+
+
+def expert_launches(kernels: ExpertKernels, rows: int, dtype: torch.dtype) -> None:
+    """Those of eight experts of a row, with SiLU, and then clamped and with biases."""
+    source, weights = torch.empty(rows, 2048, dtype=dtype), torch.empty(rows, 8, dtype=dtype)
+    chosen = torch.zeros(rows, 8, dtype=torch.int64)
+    experts, bias = chosen.flatten(), source.new_empty(128, 2048)
+    placed = kernels.sort_rows(source, experts, torch.arange(8 * rows), 128)
+    for gate, of_place, of_pair, its in (
+        (None, None, None, None),
+        (ClampedGate(1.702, 7.0), experts, chosen, bias),
+    ):
+        kernels.gate_rows(placed.rows, gate, of_place, its)
+        kernels.combine_rows(placed.rows, placed.places, weights, of_pair, its)
 
 
 def main() -> dict[str, Any]:
@@ -102,10 +129,12 @@ def main() -> dict[str, Any]:
             ("MLA, float32", MLA, torch.float32),
         )[: 1 + (capability == CAPABILITIES[0])]:
             compiled = {each: _Compiled(getattr(triton_kernels, each)) for each in _KERNELS}
+            of_experts = {each: _Compiled(getattr(triton_experts, each)) for each in _OF_EXPERTS}
             kernels = FusedKernels(type("Kernels", (), compiled))
             for rows in PLANS:
                 launches(kernels, rows, heads, dtype)
-            for each, its in compiled.items():
+                expert_launches(ExpertKernels(type("Experts", (), of_experts)), rows, dtype)
+            for each, its in (compiled | of_experts).items():
                 half = len(its.made) // len(PLANS)
                 for number, kernel in enumerate(its.made[:half]):
                     ptx = kernel.asm["ptx"]

@@ -3,13 +3,14 @@
 Each does in one launch what torch's operators do in many; these stay as the reference, and are what
 runs on CPUs and where triton is not installed. `make_rows` copies rows, or sums them, from and to
 wherever they lie; `merge_rows` merges partial outputs by their LSE; `finish_outputs` writes what an
-attention kernel returned. `normalize_rows` and `rotate_heads` are norms and rotary embeddings of
-models that are served. None has run on a GPU yet.
+attention kernel returned. Models that are served have `write_rows`, which writes keys and values to
+a pool, `normalize_rows`, `rotate_heads`, and `ExpertKernels`. None has run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -17,15 +18,25 @@ import re
 
 import torch
 
+from distca.attention.fused.experts import ClampedGate, ExpertKernels
 from distca.attention.fused.jobs import FusedKernels, RowJob, RowMemory
 
-__all__ = ["FusedKernels", "RowJob", "RowMemory", "load_fused_kernels"]
+__all__ = [
+    "ClampedGate",
+    "ExpertKernels",
+    "FusedKernels",
+    "RowJob",
+    "RowMemory",
+    "load_expert_kernels",
+    "load_fused_kernels",
+]
 
 logger = logging.getLogger(__name__)
 
 LEAST_TRITON = (3, 4)
 """Oldest version of triton that the kernels were compiled with."""
 MODULE = "distca.attention.fused.triton_kernels"
+EXPERTS_MODULE = "distca.attention.fused.triton_experts"
 
 
 def load_fused_kernels(device_type: str) -> FusedKernels | None:
@@ -38,6 +49,13 @@ def load_fused_kernels(device_type: str) -> FusedKernels | None:
         ValueError: triton is installed but cannot be used.
     """
     return _load() if device_type == "cuda" else None
+
+
+def load_expert_kernels(device_type: str) -> ExpertKernels | None:
+    """Returns the fused kernels of layers with experts; None and errors as `load_fused_kernels`."""
+    if load_fused_kernels(device_type) is None:
+        return None
+    return ExpertKernels(importlib.import_module(EXPERTS_MODULE))
 
 
 @functools.cache

@@ -103,7 +103,7 @@ class FusedKernels:
             return
         units = tuple(_unit(job.source, job.into, job.other) for job in jobs)
         widths = tuple(job.source.width for job in jobs)
-        columns = tuple(min(_power_of_2(width), _TILE) for width in widths)
+        columns = tuple(min(power_of_2(width), _TILE) for width in widths)
         blocks = (-(-job.rows // (_TILE // each)) for job, each in zip(jobs, columns, strict=True))
         self._kernels.make_rows[max(blocks), len(jobs)](
             tuple(job.source.rows for job in jobs),
@@ -153,8 +153,8 @@ class FusedKernels:
             for source, into, unit in zip((out, lse), (into_out, into_lse), units, strict=True)
             for stride in (source.stride(0), *into.strides)
         )
-        columns = _power_of_2(head_dim)
-        at_once = min(_power_of_2(heads), max(1, _TILE // columns))
+        columns = power_of_2(head_dim)
+        at_once = min(power_of_2(heads), max(1, _TILE // columns))
         self._kernels.merge_rows[rows, -(-heads // at_once)](
             out,
             lse,
@@ -191,7 +191,7 @@ class FusedKernels:
         """
         source, target = RowMemory(found), RowMemory(into)
         there = found.data_ptr() == into.data_ptr()
-        unit, columns = _unit(source, target), min(_power_of_2(source.width), 256)
+        unit, columns = _unit(source, target), min(power_of_2(source.width), 256)
         block = _TILE // columns
         self._kernels.finish_outputs[(-(-found.shape[0] // block),)](
             None if there else found,
@@ -212,6 +212,34 @@ class FusedKernels:
             unit,
             block,
             columns,
+        )
+
+    def write_rows(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        into_k: torch.Tensor,
+        into_v: torch.Tensor,
+    ) -> None:
+        """Writes keys and values to their slots.
+
+        Args:
+            k: keys, `[rows, kv_heads, head_dim]`, whose rows may lie apart.
+            v: values, likewise.
+            slots: slot of each row, int64 `[rows]`. Two rows may have one slot if they are equal.
+            into_k: keys by slot, `[slots, kv_heads, head_dim]`, contiguous.
+            into_v: values by slot, likewise.
+        """
+        if not len(slots):
+            return
+        k, v = (each if each[0].is_contiguous() else each.contiguous() for each in (k, v))
+        source, width = RowMemory(k), RowMemory(k).width
+        unit = math.gcd(_unit(source, RowMemory(v)), width)
+        strides = encoded(each.stride(0) // unit for each in (k, v))
+        self._kernels.write_rows[len(slots), 2](
+            *(k, v, slots, into_k, into_v, strides, width, unit),
+            min(power_of_2(width), _TILE),
         )
 
     def normalize_rows(
@@ -238,7 +266,7 @@ class FusedKernels:
         into, width = torch.empty_like(rows), rows.shape[-1]
         total = rows.numel() // width
         if total:
-            columns = _power_of_2(width)
+            columns = power_of_2(width)
             at_once = max(1, _TILE // columns)
             self._kernels.normalize_rows[(-(-total // at_once),)](
                 *(rows, weight, into, encoded((total,)), eps),
@@ -266,8 +294,8 @@ class FusedKernels:
         if rows:
             strides = *q_THD.stride()[:2], *k_THD.stride()[:2], cos_TF.stride(0), sin_TF.stride(0)
             unit = math.gcd(_LOAD_BYTES // q_THD.itemsize, *strides)
-            columns, most = _power_of_2(half), max(heads, kv_heads)
-            at_once = min(_power_of_2(most), max(1, _TILE // columns))
+            columns, most = power_of_2(half), max(heads, kv_heads)
+            at_once = min(power_of_2(most), max(1, _TILE // columns))
             tensors = q_THD, k_THD, cos_TF, sin_TF, into_q, into_k
             self._kernels.rotate_heads[rows, -(-most // at_once)](
                 *tensors,
@@ -288,7 +316,7 @@ def encoded(numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple(2 * each + 3 for each in numbers)
 
 
-def _power_of_2(number: int) -> int:
+def power_of_2(number: int) -> int:
     """Returns the least power of two that is no less."""
     return 1 << (number - 1).bit_length()
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _number(encoded):
+def decoded(encoded):
     """Decodes what `distca.attention.fused.jobs.encoded` made of a number."""
     return (encoded - 3) >> 1
 
@@ -139,14 +139,14 @@ def make_rows(
                 begins[job],
                 intos[job],
                 into_befores[job],
-                _number(counts[3 * job]),
-                _number(counts[3 * job + 1]),
-                _number(counts[3 * job + 2]),
-                _number(strides[5 * job]),
-                _number(strides[5 * job + 1]),
-                _number(strides[5 * job + 2]),
-                _number(strides[5 * job + 3]),
-                _number(strides[5 * job + 4]),
+                decoded(counts[3 * job]),
+                decoded(counts[3 * job + 1]),
+                decoded(counts[3 * job + 2]),
+                decoded(strides[5 * job]),
+                decoded(strides[5 * job + 1]),
+                decoded(strides[5 * job + 2]),
+                decoded(strides[5 * job + 3]),
+                decoded(strides[5 * job + 4]),
                 WIDTHS[job],
                 COLUMNS[job],
                 UNITS[job],
@@ -203,24 +203,24 @@ def merge_rows(
     is_head = head < HEADS
     is_element = is_head[:, None] & (column < HEAD_DIM)[None, :]
     element = head[:, None] * HEAD_DIM + column[None, :]
-    out_at, lse_at = row * _number(strides[1]), row * _number(strides[4])
+    out_at, lse_at = row * decoded(strides[1]), row * decoded(strides[4])
     if into_before is not None:
         before = tl.load(into_before + row)
-        out_at += before * _number(strides[2])
-        lse_at += before * _number(strides[5])
+        out_at += before * decoded(strides[2])
+        lse_at += before * decoded(strides[5])
     to_out = into_out + out_at * UNIT + element
     to_lse = into_lse + lse_at * LSE_UNIT + head
     number = tl.load(rows + row)
-    merged = number - _number(counts[0])
+    merged = number - decoded(counts[0])
     if merged < 0:
-        found = tl.load(out + number * _number(strides[0]) * UNIT + element, mask=is_element)
+        found = tl.load(out + number * decoded(strides[0]) * UNIT + element, mask=is_element)
         tl.store(to_out, found, mask=is_element)
-        found_lse = tl.load(lse + number * _number(strides[3]) * LSE_UNIT + head, mask=is_head)
+        found_lse = tl.load(lse + number * decoded(strides[3]) * LSE_UNIT + head, mask=is_head)
         tl.store(to_lse, found_lse, mask=is_head)
     else:
         begin = tl.load(begins + merged)
         end = tl.load(
-            begins + merged + 1, mask=merged + 1 < _number(counts[1]), other=_number(counts[2])
+            begins + merged + 1, mask=merged + 1 < decoded(counts[1]), other=decoded(counts[2])
         )
         # Where no part has a key, all weigh 1 rather than exp(-inf + inf): their outputs are 0.
         LEAST: tl.constexpr = -3.4028234663852886e38
@@ -228,7 +228,7 @@ def merge_rows(
         for each in range(begin, end):
             part = tl.load(members + each)
             of_part = tl.load(
-                lse + part * _number(strides[3]) * LSE_UNIT + head, mask=is_head, other=LEAST
+                lse + part * decoded(strides[3]) * LSE_UNIT + head, mask=is_head, other=LEAST
             )
             highest = tl.maximum(highest, of_part, propagate_nan=tl.PropagateNan.ALL)
         total = tl.zeros((HEADS_AT_ONCE,), tl.float32)
@@ -236,11 +236,11 @@ def merge_rows(
         for each in range(begin, end):
             part = tl.load(members + each)
             of_part = tl.load(
-                lse + part * _number(strides[3]) * LSE_UNIT + head, mask=is_head, other=LEAST
+                lse + part * decoded(strides[3]) * LSE_UNIT + head, mask=is_head, other=LEAST
             )
             weight = tl.exp(tl.maximum(of_part, LEAST, propagate_nan=tl.PropagateNan.ALL) - highest)
             found = tl.load(
-                out + part * _number(strides[0]) * UNIT + element, mask=is_element, other=0.0
+                out + part * decoded(strides[0]) * UNIT + element, mask=is_element, other=0.0
             )
             sums += found.to(tl.float32) * weight[:, None]
             total += weight
@@ -283,20 +283,58 @@ def finish_outputs(
         COLUMNS: elements of each row that are copied at a time, a power of two.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = (row < _number(counts[0]))[:, None]
+    is_row = (row < decoded(counts[0]))[:, None]
     row = row.to(tl.int64)[:, None]
     for first_head in range(0, HEADS, 16):
         head = (first_head + tl.arange(0, 16))[None, :]
         wanted = is_row & (head < HEADS)
-        lse = tl.load(found_lse + head.to(tl.int64) * _number(strides[1]) + row, mask=wanted)
+        lse = tl.load(found_lse + head.to(tl.int64) * decoded(strides[1]) + row, mask=wanted)
         lse = tl.where(lse == float("inf"), float("-inf"), lse)
-        tl.store(into_lse + row * _number(strides[3]) + head, lse, mask=wanted)
+        tl.store(into_lse + row * decoded(strides[3]) + head, lse, mask=wanted)
     if found is not None:
         for first in range(0, WIDTH, COLUMNS):
             column = (first + tl.arange(0, COLUMNS))[None, :]
             wanted = is_row & (column < WIDTH)
-            copied = tl.load(found + row * _number(strides[0]) * UNIT + column, mask=wanted)
-            tl.store(into + row * _number(strides[2]) * UNIT + column, copied, mask=wanted)
+            copied = tl.load(found + row * decoded(strides[0]) * UNIT + column, mask=wanted)
+            tl.store(into + row * decoded(strides[2]) * UNIT + column, copied, mask=wanted)
+
+
+@triton.jit
+def write_rows(
+    keys,
+    values,
+    slots,
+    into_keys,
+    into_values,
+    strides,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copies keys and values to their slots: a program copies one row of either.
+
+    Args:
+        keys: rows of keys.
+        values: rows of values.
+        slots: row of the memory where each goes, int64. Two may be the same if their rows are.
+        into_keys: memory of keys, rows one behind the other.
+        into_values: memory of values, likewise.
+        strides: strides of `keys` and `values`, in units of `UNIT`.
+        WIDTH: elements of a row.
+        UNIT: elements that strides are multiples of.
+        COLUMNS: elements that are copied at a time, a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(slots + row) * WIDTH
+    for first in range(0, WIDTH, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        wanted = column < WIDTH
+        if tl.program_id(1) == 0:
+            found = tl.load(keys + row * decoded(strides[0]) * UNIT + column, mask=wanted)
+            tl.store(into_keys + target + column, found, mask=wanted)
+        else:
+            found = tl.load(values + row * decoded(strides[1]) * UNIT + column, mask=wanted)
+            tl.store(into_values + target + column, found, mask=wanted)
 
 
 @triton.jit
@@ -330,7 +368,7 @@ def normalize_rows(
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    wanted = (row < _number(counts[0])) & (column < WIDTH)
+    wanted = (row < decoded(counts[0])) & (column < WIDTH)
     at = row.to(tl.int64) * WIDTH + column
     found = tl.load(source + at, mask=wanted, other=0.0).to(tl.float32)
     square = tl.sum(found * found, axis=1) / WIDTH
@@ -381,18 +419,18 @@ def rotate_heads(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     is_column = column < HALF
-    c = tl.load(cos + row * _number(strides[4]) * UNIT + column, mask=is_column, other=0.0)
-    s = tl.load(sin + row * _number(strides[5]) * UNIT + column, mask=is_column, other=0.0)
+    c = tl.load(cos + row * decoded(strides[4]) * UNIT + column, mask=is_column, other=0.0)
+    s = tl.load(sin + row * decoded(strides[5]) * UNIT + column, mask=is_column, other=0.0)
     first_head = tl.program_id(1) * HEADS_AT_ONCE
     if first_head < HEADS:
-        of_row = queries + row * _number(strides[0]) * UNIT
+        of_row = queries + row * decoded(strides[0]) * UNIT
         target = into_queries + row * (HEADS * 2 * HALF)
-        stride = _number(strides[1])
+        stride = decoded(strides[1])
         _rotate(of_row, stride, target, first_head, c, s, HEADS, HALF, UNIT, HEADS_AT_ONCE)
     if first_head < KV_HEADS:
-        of_row = keys + row * _number(strides[2]) * UNIT
+        of_row = keys + row * decoded(strides[2]) * UNIT
         target = into_keys + row * (KV_HEADS * 2 * HALF)
-        stride = _number(strides[3])
+        stride = decoded(strides[3])
         _rotate(of_row, stride, target, first_head, c, s, KV_HEADS, HALF, UNIT, HEADS_AT_ONCE)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distca.attention.fused import load_fused_kernels
 from distca.attention.pinned import copy_into, copy_to
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Int64s
@@ -50,6 +51,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._kernels = load_fused_kernels(device.type)
         size = layers, blocks, block_size, shape.kv_heads, shape.head_dim
         self.keys = torch.empty(size, dtype=dtype, device=device)
         self.values = torch.empty(size, dtype=dtype, device=device)
@@ -69,6 +71,9 @@ class KVCache:
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes rows `[n, kv_heads, head_dim]` to int64 slots `[n]`."""
+        if self._kernels is not None:
+            self._kernels.write_rows(k, v, slots, *self._rows[layer])
+            return
         for memory, rows in zip(self._rows[layer], (k, v), strict=True):
             memory.index_copy_(0, slots, rows)
 

@@ -20,24 +20,29 @@ Launch = Callable[[str, list[Any], list[Any], Callable[..., None]], None]
 
 def install(native: Any) -> None:
     """Puts stand-ins where the kernels' module is imported, so that triton is not needed."""
+    from support.simgpu import fused_experts
     from support.simgpu.lacking import launch
 
     def logged(name: str, reads: list[Any], writes: list[Any], call: Any) -> None:
         launch(native, name, reads, writes, call)
 
     sys.modules[MODULE] = stand_ins(logged, native.as_cpu)
+    sys.modules[fused_experts.MODULE] = fused_experts.stand_ins(logged, native.as_cpu)
 
 
 def stand_ins(launch: Launch, as_cpu: Callable[[Any], Any]) -> types.ModuleType:
     """A module with a stand-in for each kernel, to be launched as they are."""
     module = types.ModuleType(MODULE)
-    for function in (make_rows, merge_rows, finish_outputs, normalize_rows, rotate_heads):
-        setattr(module, function.__name__, _Kernel(function, launch, as_cpu))
+    for function in (
+        *(make_rows, merge_rows, finish_outputs),
+        *(write_rows, normalize_rows, rotate_heads),
+    ):
+        setattr(module, function.__name__, Kernel(function, launch, as_cpu))
     return module
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class Kernel:
     function: Callable[..., None]
     launch: Launch
     as_cpu: Callable[[Any], Any]
@@ -52,7 +57,7 @@ class _Kernel:
         return call
 
 
-def _numbers(encoded: tuple[int, ...]) -> tuple[int, ...]:
+def decode(encoded: tuple[int, ...]) -> tuple[int, ...]:
     """See `distca.attention.fused.jobs.encoded`."""
     assert all(each % 2 and each >= 3 for each in encoded)
     return tuple((each - 3) // 2 for each in encoded)
@@ -73,14 +78,14 @@ def _check_rows(tensor: Any, width: int, unit: int) -> None:
     assert sizes.numel() == width, f"{tensor.shape}: rows of {width} elements"
 
 
-def _check_index(*indices: Any) -> None:
+def check_index(*indices: Any) -> None:
     for each in indices:
         if each is not None:
             assert str(each.dtype) == "torch.int64", each.dtype
             assert each.is_contiguous(), "an index lies apart"
 
 
-def _within(numbers: Any, rows: int) -> None:
+def within(numbers: Any, rows: int) -> None:
     if numbers.numel():
         low, high = int(numbers.min()), int(numbers.max())
         assert 0 <= low <= high < rows, f"rows {low} to {high} of {rows}"
@@ -106,7 +111,7 @@ def _check_apart(offsets: Any, width: int) -> None:
     assert not gaps.numel() or int(gaps.min()) >= width, "rows are written over each other"
 
 
-def _check_unread(reads: list[Any], writes: list[Any]) -> None:
+def check_unread(reads: list[Any], writes: list[Any]) -> None:
     """Checks that no program reads what another one may have written."""
 
     def edges(each: Any) -> tuple[int, int]:
@@ -120,7 +125,7 @@ def _check_unread(reads: list[Any], writes: list[Any]) -> None:
             assert not same or b <= c or d <= a, "a kernel reads what it writes"
 
 
-def _check_placed(tensors: list[Any]) -> None:
+def check_placed(tensors: list[Any]) -> None:
     devices = {each.device for each in tensors}
     assert len(devices) == 1, f"tensors of several devices: {devices}"
 
@@ -148,7 +153,7 @@ class _Job:
 
     def check(self, unit: int, before: Any, into_before: Any, parts: Any, begins: Any) -> None:
         assert self.rows > 0
-        _check_index(self.before, self.parts, self.begins, self.into_before)
+        check_index(self.before, self.parts, self.begins, self.into_before)
         for each in (self.source, self.other, self.into):
             if each is not None:
                 _check_rows(each, self.width, unit)
@@ -166,9 +171,9 @@ class _Job:
             assert self.rows <= len(self.source)
             return
         if self.other is None:
-            _within(parts, len(self.source))
+            within(parts, len(self.source))
         else:
-            _within(parts, self.local + len(self.other))
+            within(parts, self.local + len(self.other))
             assert self.local <= len(self.source)
 
     def run(self, source: Any, other: Any, before: Any, parts: Any, begins: Any, at: Any) -> Any:
@@ -200,13 +205,13 @@ class _Job:
 
 def _jobs(arguments: tuple[Any, ...]) -> Iterator[tuple[_Job, int]]:
     *columns, counts, strides, widths, _, units, _ = arguments
-    counts, strides = _numbers(counts), _numbers(strides)
+    counts, strides = decode(counts), decode(strides)
     for number, (*tensors, width, unit) in enumerate(zip(*columns, widths, units, strict=True)):
         of_job = tuple(each * unit for each in strides[5 * number : 5 * number + 5])
         yield _Job(*tensors, *counts[3 * number : 3 * number + 3], of_job, width), unit
 
 
-def make_rows(kernel: _Kernel, grid: tuple[int, ...], *arguments: Any) -> None:
+def make_rows(kernel: Kernel, grid: tuple[int, ...], *arguments: Any) -> None:
     """See `triton_kernels.make_rows`."""
     jobs, tile, of_jobs = list(_jobs(arguments)), arguments[-1], arguments[-3]
     assert tile & (tile - 1) == 0
@@ -231,8 +236,8 @@ def make_rows(kernel: _Kernel, grid: tuple[int, ...], *arguments: Any) -> None:
             at = _offsets(job.rows, job.strides[0], host[0][: job.rows], job.strides[2])
             source = _touched(source, at, job.width)
         reads += [source, *job.tensors()[1:]]
-        _check_unread([source], writes[-1:])
-    _check_placed([*reads, *writes])
+        check_unread([source], writes[-1:])
+    check_placed([*reads, *writes])
 
     def call(*_: Any) -> None:
         for (job, _), at in zip(jobs, places, strict=True):
@@ -250,7 +255,7 @@ def _write(into: Any, at: Any, rows: Any) -> None:
 
 
 def merge_rows(
-    kernel: _Kernel,
+    kernel: Kernel,
     grid: tuple[int, ...],
     out: Any,
     lse: Any,
@@ -273,8 +278,8 @@ def merge_rows(
     import torch
 
     as_cpu, total = kernel.as_cpu, grid[0]
-    parts, merged, of_merged = _numbers(counts)
-    strides = _numbers(strides)
+    parts, merged, of_merged = decode(counts)
+    strides = decode(strides)
     assert at_once & (at_once - 1) == columns & (columns - 1) == 0
     assert columns >= head_dim
     assert grid[1] * at_once >= heads
@@ -284,10 +289,10 @@ def merge_rows(
     for each in (lse, into_lse):
         _check_rows(each, heads, lse_unit)
         assert each.dtype == torch.float32
-    _check_index(rows, members, begins, into_before)
+    check_index(rows, members, begins, into_before)
     assert (len(rows), len(begins), len(members)) == (total, merged, of_merged)
-    _within(as_cpu(rows), parts + merged)
-    _within(as_cpu(members), parts)
+    within(as_cpu(rows), parts + merged)
+    within(as_cpu(members), parts)
     assert parts <= len(out)
     assert parts <= len(lse)
     elements = [each * unit for each in strides[:3]] + [each * lse_unit for each in strides[3:]]
@@ -298,9 +303,9 @@ def merge_rows(
     _check_apart(at_lse, heads)
     writes = [_touched(into_out, at_out, heads * head_dim), _touched(into_lse, at_lse, heads)]
     reads = [out[:parts], lse[:parts], rows, members, begins]
-    _check_unread(reads, writes)
+    check_unread(reads, writes)
     reads += [] if into_before is None else [into_before]
-    _check_placed([*reads, *writes])
+    check_placed([*reads, *writes])
 
     def call(*_: Any) -> None:
         of_out, of_lse, numbers, each_member, begin = map(as_cpu, (out, lse, rows, members, begins))
@@ -321,7 +326,7 @@ def merge_rows(
 
 
 def finish_outputs(
-    kernel: _Kernel,
+    kernel: Kernel,
     grid: tuple[int, ...],
     found: Any,
     found_lse: Any,
@@ -338,8 +343,8 @@ def finish_outputs(
     """See `triton_kernels.finish_outputs`."""
     import torch
 
-    (rows,) = _numbers(counts)
-    strides = _numbers(strides)
+    (rows,) = decode(counts)
+    strides = decode(strides)
     assert rows > 0
     assert grid[0] * block >= rows
     assert block & (block - 1) == columns & (columns - 1) == 0
@@ -359,8 +364,8 @@ def finish_outputs(
         assert found.dtype == into.dtype
         reads.append(found)
         writes.append(into)
-    _check_unread(reads, writes)
-    _check_placed([*reads, *writes])
+    check_unread(reads, writes)
+    check_placed([*reads, *writes])
 
     def call(*tensors: Any) -> None:
         source, target = tensors[: len(reads)], tensors[len(reads) :]
@@ -372,8 +377,48 @@ def finish_outputs(
     kernel.launch("distca::finish_outputs", reads, writes, call)
 
 
+def write_rows(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    keys: Any,
+    values: Any,
+    slots: Any,
+    into_keys: Any,
+    into_values: Any,
+    strides: tuple[int, ...],
+    width: int,
+    unit: int,
+    columns: int,
+) -> None:
+    """See `triton_kernels.write_rows`."""
+    strides = decode(strides)
+    assert grid == (len(slots), 2)
+    assert columns & (columns - 1) == 0
+    assert width % unit == 0
+    check_index(slots)
+    for each, into, stride in ((keys, into_keys, strides[0]), (values, into_values, strides[1])):
+        _check_rows(each, width, unit)
+        assert into.is_contiguous(), "slots lie apart"
+        assert each.shape == (len(slots), *into.shape[1:])
+        assert each.dtype == into.dtype
+        assert len(slots) == 1 or each.stride(0) == stride * unit
+    reads, writes = [keys, values, slots], [into_keys, into_values]
+    check_unread(reads, writes)
+    check_placed([*reads, *writes])
+
+    def call(keys: Any, values: Any, slots: Any, *into: Any) -> None:
+        # In graphs these are other slots each time.
+        within(slots, len(into[0]))
+        for rows, memory in zip((keys, values), into, strict=True):
+            memory.index_copy_(0, slots, rows)
+            alone = len(slots.unique()) == len(slots)
+            assert alone or memory[slots].equal(rows), "a slot gets two rows that differ"
+
+    kernel.launch("distca::write_rows", reads, writes, call)
+
+
 def normalize_rows(
-    kernel: _Kernel,
+    kernel: Kernel,
     grid: tuple[int, ...],
     source: Any,
     weight: Any,
@@ -387,7 +432,7 @@ def normalize_rows(
     columns: int,
 ) -> None:
     """See `triton_kernels.normalize_rows`."""
-    (rows,) = _numbers(counts)
+    (rows,) = decode(counts)
     assert block & (block - 1) == columns & (columns - 1) == 0
     assert columns >= width == len(weight)
     assert grid[0] * block >= rows > 0
@@ -395,8 +440,8 @@ def normalize_rows(
         assert each.is_contiguous(), "rows lie apart"
     assert source.numel() == into.numel() == rows * width
     assert source.dtype == into.dtype
-    _check_unread([source, weight], [into])
-    _check_placed([source, weight, into])
+    check_unread([source, weight], [into])
+    check_placed([source, weight, into])
 
     def call(source: Any, weight: Any, into: Any) -> None:
         found = source.float()
@@ -408,7 +453,7 @@ def normalize_rows(
 
 
 def rotate_heads(
-    kernel: _Kernel,
+    kernel: Kernel,
     grid: tuple[int, ...],
     queries: Any,
     keys: Any,
@@ -428,7 +473,7 @@ def rotate_heads(
     import torch
 
     rows, pairs = grid[0], ((queries, into_queries, heads), (keys, into_keys, kv_heads))
-    of = [each * unit for each in _numbers(strides)]
+    of = [each * unit for each in decode(strides)]
     assert 0 < unit * queries.itemsize <= 16
     assert at_once & (at_once - 1) == columns & (columns - 1) == 0
     assert columns >= half
@@ -443,8 +488,8 @@ def rotate_heads(
         assert each.shape[1] >= half
         assert each.stride() == (of[4 + number], 1)
     reads, writes = [queries, keys, cos, sin], [into_queries, into_keys]
-    _check_unread(reads, writes)
-    _check_placed([*reads, *writes])
+    check_unread(reads, writes)
+    check_placed([*reads, *writes])
 
     def call(q: Any, k: Any, c: Any, s: Any, into_q: Any, into_k: Any) -> None:
         c, s = (each[:, None, :half] for each in (c, s))

@@ -68,7 +68,6 @@ void launch(const std::string& name, const std::vector<Tensor>& reads,
   for (auto& each : writes) touch(each, true, accesses), will_write(each);
   call();
   if (capturing()) {
-    for (auto& each : writes) captured_graph()->made.push_back(each.storage());
     Captured captured;
     captured.call = call;
     captured.accesses = accesses;
