@@ -15,7 +15,8 @@ from distca.inference.llm import configure
 from distca.inference.models import read_model
 from distca.prefill.client import HandshakeError
 from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts, model_folder
-from distca.prefill.messages import TransferChoice
+from distca.prefill.front import Front
+from distca.prefill.messages import Join, Left, Prefill, Told, TransferChoice
 from distca.prefill.nixl import NixlError
 from distca.prefill.ranks import PrefillRank
 from distca.schedule.serving.handoff.protocol import Transfer
@@ -220,6 +221,42 @@ def test_all_ranks_send_rows_as_all_can(
 ) -> None:
     folder = save_small_model("llama", tmp_path)
     assert ranks.run(transfers_of_a_rank, folder, choice, without, world_size=2) == [found] * 2
+
+
+class Waits(Front):
+    """A front without sockets, whose engine asks for one prompt at the third look."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def pump(self, seconds: float | None = None) -> None:
+        if seconds is not None:
+            self.seconds.append(seconds)
+
+    def take(self) -> list[Join | Told | Left]:
+        asked = Prefill(Transfer(0), [1] * 8, 0)
+        return [Join(0, asked, [])] if len(self.seconds) == 3 else []
+
+    def say(self, number: int, kind: str, reason: str = "") -> None:
+        """Nobody hears it."""
+
+
+def waits_of_a_rank(folder: Path) -> list[float]:
+    """How long a rank waits for engines before each of five iterations."""
+    model = read_model(str(folder), torch.float32)
+    rank, front = PrefillRank(configure(model, 1, cache_bytes=1 << 20), model, 16, 4.0), Waits()
+    rank.listen(front)
+    assert [rank.iterate() for _ in range(5)] == [False, False, True, False, False]
+    rank._outbox.close()
+    return front.seconds
+
+
+def test_ranks_wait_for_engines_while_there_is_nothing_to_do(ranks: Ranks, tmp_path: Path) -> None:
+    folder = save_small_model("llama", tmp_path)
+    (seconds,) = ranks.run(waits_of_a_rank, folder, world_size=1)
+    # They do not know yet that there is nothing; and after an iteration there may be more.
+    assert [each > 0 for each in seconds] == [False, True, True, False, True]
+    assert max(seconds) <= 0.5
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "default"])
