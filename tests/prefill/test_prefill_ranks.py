@@ -76,7 +76,7 @@ def test_rows_equal_transformers_own(
     with in_background(partial(ranks.run, prefill_on_a_rank, *of_ranks, world_size=count)) as done:
         # Slots of a few rows: most of what is sent waits for one.
         reader = Reader(folder, address, landing_bytes=count * 4096)
-        assert reader.client.connect(60.0)
+        assert reader.client.connect(240.0)
         assert reader.client.comes_by.startswith(transfer.upper())
         for number, (tokens, start) in prompts.items():
             if number == 4:
@@ -107,10 +107,10 @@ def test_another_model_is_refused_before_anything_runs(ranks: Ranks, tmp_path: P
             HandshakeError,
             match="dtype: the engine has bfloat16, and the prefill ranks have float32",
         ):
-            other.client.connect(60.0)
+            other.client.connect(240.0)
         # The ranks end with the first prompt.
         reader = Reader(folder, address)
-        assert reader.client.connect(60.0)
+        assert reader.client.connect(240.0)
         reader.begin(0, prompt(0, 9))
         reader.until(lambda: bool(reader.ended))
     check(reader, folder, 0, prompt(0, 9))
@@ -126,7 +126,7 @@ def test_each_process_of_an_engine_has_its_heads(
     with in_background(run):
         readers = [Reader(folder, address, (head, 1), (head, 2)) for head in range(2)]
         for reader in readers:
-            assert reader.client.connect(60.0)
+            assert reader.client.connect(240.0)
         for number, tokens in enumerate([prompt(0, 99), prompt(1, 50)]):
             for reader in readers:
                 reader.begin(number, tokens, 3)
@@ -150,7 +150,7 @@ def test_what_is_cancelled_writes_no_more_and_leaves_no_block(
     of_ranks = folder, address, count, {}, CHUNK, transfer
     with in_background(partial(ranks.run, prefill_on_a_rank, *of_ranks, world_size=2)) as done:
         reader = Reader(folder, address, landing_bytes=1 << 15)
-        assert reader.client.connect(60.0)
+        assert reader.client.connect(240.0)
         prompts = {n: prompt(n % 5, 20 + 37 * n % 200) for n in range(count)}
         for number, tokens in prompts.items():
             reader.begin(number, tokens, priority=number % 3)
@@ -175,7 +175,7 @@ def test_a_prompt_that_cannot_be_held_is_refused_by_the_ranks(ranks: Ranks, tmp_
     run = partial(ranks.run, prefill_on_a_rank, folder, address, 1, changes, world_size=2)
     with in_background(run):
         reader = Reader(folder, address)
-        assert reader.client.connect(60.0)
+        assert reader.client.connect(240.0)
         assert reader.client.welcome is not None
         assert reader.client.welcome.capacity == 128
         reader.begin(0, prompt(0, 129))

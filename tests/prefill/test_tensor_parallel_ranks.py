@@ -121,9 +121,9 @@ def test_heads_that_the_model_does_not_have_are_a_line(ranks: Ranks, tmp_path: P
         other = Reader(folder, address, (1, 2), engine="other")
         line = "process 0 of the engine wants the key-value heads 1 to 2, and the model has 2"
         with pytest.raises(HandshakeError, match=line):
-            other.client.connect(60.0)
+            other.client.connect(240.0)
         reader = Reader(folder, address)
-        assert reader.client.connect(60.0)
+        assert reader.client.connect(240.0)
         reader.begin(0, prompt(0, 9))
         reader.until(lambda: bool(reader.ended))
 
