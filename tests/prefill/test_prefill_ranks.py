@@ -84,11 +84,12 @@ def test_rows_equal_transformers_own(
                 reader.until(lambda: Transfer(3) in reader.ended)
             reader.begin(number, tokens, start)
         reader.until(lambda: len(reader.ended) == len(prompts))
-        reader.client.close()
+    # Not before the ranks have read that all rows have come.
+    reader.client.close()
     for number, (tokens, start) in prompts.items():
         check(reader, folder, number, tokens, start)
     assert all(each.referenced == 0 for each in done[0])
-    assert all(each.counts.prompts == len(prompts) for each in done[0])
+    assert {each.counts.prompts for each in done[0]} == {len(prompts)}, done[0][0].log
     tokens_wanted = sum(len(tokens) - start for tokens, start in prompts.values())
     assert all(each.counts.tokens == tokens_wanted for each in done[0])
     wanted = sum(len(tokens) - start for tokens, start in prompts.values())

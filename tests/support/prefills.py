@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import socket
 import subprocess
@@ -45,11 +46,30 @@ GROWING = GrowingGroups(Search(_TIMES, smallest_chunk=4))
 
 @dataclass(frozen=True)
 class RankDone:
-    """What a rank has at the end: counts, bytes to other ranks, and blocks that are still held."""
+    """What a rank has at the end.
+
+    Attributes:
+        counts: what it has computed and sent.
+        bytes_planned: bytes to other ranks.
+        referenced: blocks that are still held.
+        log: what it has logged.
+    """
 
     counts: PrefillCounts
     bytes_planned: int
     referenced: int
+    log: tuple[str, ...]
+
+
+class _Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 NEEDS_NIXL = pytest.mark.skipif(
@@ -97,13 +117,19 @@ def prefill_with(
         welcome = Welcome("", processes, chunk, layers, rank.capacity, lease, agents=rank.agents)
         front = Front(address, facts, welcome, rank.slices, rank.transfers)
         rank.listen(front)
+    log, kept = logging.getLogger("distca.prefill"), _Kept()
+    level = log.level
+    log.setLevel(logging.DEBUG)
+    log.addHandler(kept)
     try:
         while rank.counts.prompts + rank.counts.ended < prompts:
             rank.iterate()
         blocks = rank.engine.cache
         referenced = sum(blocks.referenced(each) for each in range(count))
-        return RankDone(rank.counts, rank.engine.counts.bytes_moved, referenced)
+        return RankDone(rank.counts, rank.engine.counts.bytes_moved, referenced, tuple(kept.lines))
     finally:
+        log.removeHandler(kept)
+        log.setLevel(level)
         rank.close()
 
 
