@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -132,6 +133,8 @@ def replay(parts: Sequence[Part], shape: AttentionShape, rows: Rows) -> Replayed
         shape: attention heads, in float32.
         rows: inputs.
     """
+    # Transports refer to each other, so only the collector frees the buffers of an earlier replay.
+    gc.collect()
     ranks = parts[0].plan.world_size
     needed = CoreAttentionMemory()
     for part in parts:
