@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
     def _problem(self, action: argparse.Action, value: Any) -> str | None:
         """Returns what is wrong with a value, or None."""
         if action.type is int:
-            least = int(self._least.get(action.dest, 1))
-            return None if value >= least else f"give at least {least}"
+            fewest = int(self._least.get(action.dest, 1))
+            return None if value >= fewest else f"give at least {fewest}"
         if action.type is float:
             least = self._least.get(action.dest, 0.0)
             above = value >= least if action.dest in self._least else value > least

@@ -16,7 +16,7 @@ from benchmarks.cluster.sweep import Case, Runner, Unit, batch, mean
 from distca.cost.model_sizes import MODELS
 from distca.palette import SKY_BLUE, VERMILION, colour_in_turn
 from distca.plan.plan import max_over_mean
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 from distca.simulate import CLUSTERS, DISTCA_SYSTEMS, Ablation, Candidate, ModelCosts
 from distca.simulate.bins import BaselineLayout, Bins
 
@@ -151,8 +151,8 @@ def figure_4(runner: Runner, options: Options) -> Report:
     return Report("Variable-length packing (Figure 4)", rows, text, draw)
 
 
-def packed_tokens(case: Case, data_parallel: int, seed: int) -> Int64s:
-    """Returns the tokens of each micro-batch that WLB-LLM packs, int64 `[replicas, micro-batches]`.
+def packed_tokens(case: Case, data_parallel: int, seed: int) -> Int64s | Floats:
+    """Returns the tokens of each micro-batch that WLB-LLM packs, `[replicas, micro-batches]`.
 
     Args:
         case: workload and its documents.
@@ -259,13 +259,13 @@ def figure_11(runner: Runner, options: Options) -> Report:
     """Compares DistCA with the ablations signal and single-stream."""
     ways: tuple[Ablation, ...] = ("none", "signal", "single-stream")
     keys = [(*setting, system) for setting in ABLATED for system in DISTCA_SYSTEMS]
-    units = {}
+    units: dict[tuple[Any, ...], Unit] = {}
     for model, sequences, nodes, system in keys:
         case = options.case(model, "pretrain", 128, sequences, 8 * nodes)
         unit = Unit(case, Candidate(system, 8, 1, nodes, 1, 1))
         units |= {(model, nodes, system, way): replace(unit, ablation=way) for way in ways}
     results = runner.over_batches(units, options.batches, "fig11")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model, sequences, nodes, system in keys:
         seconds = {way: mean(results[model, nodes, system, way], "seconds") for way in ways}
         rows.append(

@@ -107,8 +107,8 @@ def over_batches(name: str, runner: Runner, options: Options) -> Report:
             name: job[name] for name in ("model", "documents", "longest", "batch", "GPUs")
         }
         for title, (ours, theirs) in PAIRS.items():
-            both = [results.get((number, name)) for name in (ours, theirs)]
-            gains = _gains(*both) if all(both) else []
+            one, other = (results.get((number, name), []) for name in (ours, theirs))
+            gains = _gains(one, other) if one and other else []
             row[title] = float(np.mean(gains)) if gains else float("nan")
             row[f"{title}: least"] = min(gains, default=float("nan"))
             row[f"{title}: most"] = max(gains, default=float("nan"))

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def measure(
         )
         tasks = KernelTasks(*edges, causal=False, window_left=None, softmax_scale=0.1)
         out, lse = kernel.forward(q, k, v, tasks)
-        forward = seconds_of(lambda call=(q, k, v, tasks): kernel.forward(*call), device, repeats)
+        forward = seconds_of(partial(kernel.forward, q, k, v, tasks), device, repeats)
         backward = seconds_of(
-            lambda call=(dout, q, k, v, out, lse, tasks): kernel.backward(*call), device, repeats
+            partial(kernel.backward, dout, q, k, v, out, lse, tasks), device, repeats
         )
         flops = 4.0 * queries * keys * shape.heads * shape.head_dim
         rows.append(

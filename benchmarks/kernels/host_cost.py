@@ -129,7 +129,8 @@ def plan_for(servers: int, scheduler: str = "tiles") -> Plan:
     tokens = servers * TOKENS_PER_SERVER
     lengths = draw(Capped(DISTRIBUTIONS["pretrain"], LONGEST), tokens, seed=0)
     # Ends are rounded, so that the lengths still fill the servers.
-    lengths = np.diff(np.unique(np.cumsum(lengths) // SCALED), prepend=0)
+    ends = np.unique(np.cumsum(lengths) // SCALED)
+    lengths = np.diff(ends, prepend=np.int64(0)).astype(np.int64)
     config = ScheduleConfig(shape=SHAPE, block=128 // SCALED)
     capacities = even_capacities(int(lengths.sum()), servers)
     return make_scheduler(scheduler, config).plan(lengths, capacities, Mask())
@@ -165,14 +166,14 @@ class RankAlone:
         self._call = attention._call(EventCursor([self.exchange]), 0, 0.3, {"layer": 0})
         rows = self.exchange.q.local, self.exchange.kv.local, self.exchange.kv.local
         heads = SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads
-        self._inputs = [
+        self._q, self._k, self._v = (
             torch.zeros(n, h, SHAPE.head_dim, dtype=torch.bfloat16)
             for n, h in zip(rows, heads, strict=True)
-        ]
+        )
 
     def forward(self) -> None:
         """Does the forward steps."""
-        self._call.dispatch(*self._inputs)
+        self._call.dispatch(self._q, self._k, self._v)
         self._call.compute()
         self._call.combine()
 
@@ -232,8 +233,10 @@ def measure(plan: Plan, rank: int, repetitions: int) -> HostCost:
         rank,
         int(returning[rank]),
         int(peers[rank]),
-        *(1e3 * min(taken) for taken in seconds.values()),
-        *(1e3 * statistics.median(taken) for taken in seconds.values()),
+        1e3 * min(seconds["forward"]),
+        1e3 * min(seconds["backward"]),
+        1e3 * statistics.median(seconds["forward"]),
+        1e3 * statistics.median(seconds["backward"]),
         forward.all,
         backward.all,
         forward.launches,

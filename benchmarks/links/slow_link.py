@@ -259,7 +259,7 @@ def processes(setting: Setting, sizes: list[int], names: list[str]) -> Iterator[
         try:
             yield started
             for process in started:
-                process.stdin.close()
+                process.stdin.close()  # type: ignore[union-attr]
             for process in started:
                 process.wait(60)
         finally:

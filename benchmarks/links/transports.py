@@ -89,6 +89,7 @@ def work(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None
     """Runs one process; rank 0 prints a line of JSON for each measurement."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    assert dist.group.WORLD is not None
     transports: dict[str, Transport] = {
         "shm": SharedMemoryTransport(dist.group.WORLD),
         "gloo": CollectiveTransport(dist.group.WORLD, torch.device("cpu")),

@@ -69,11 +69,11 @@ def mirrored_parts(lengths: Int64s, capacities: Int64s, block: int) -> tuple[Par
 def mirrored_plan(lengths: Int64s, capacities: Int64s, config: ScheduleConfig) -> Plan:
     """Makes the plan of the greedy scheduler from mirrored pieces."""
     parts, document, rank = mirrored_parts(lengths, capacities, config.block)
-    columns = [
+    documents, starts, ends, ranks = (
         np.stack(both, axis=1).ravel()
         for both in ((document,) * 2, (parts.h0, parts.t1), (parts.h1, parts.t0), (rank,) * 2)
-    ]
-    both = Placement(*columns, len(capacities))
+    )
+    both = Placement(documents, starts, ends, ranks, len(capacities))
     placement = both.select(both.end > both.start).joined()
     greedy = GreedyScheduler(config)
     return greedy.move_parts(lengths, placement, parts, document, rank, Mask())

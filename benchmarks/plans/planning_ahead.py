@@ -41,6 +41,7 @@ from distca.schedule import (
     ScheduleConfig,
     documents_in_turn,
 )
+from distca.schedule.program import Pass
 
 Plan = Callable[[list[Documents]], object]
 
@@ -69,7 +70,7 @@ def planning(args: argparse.Namespace) -> tuple[PlannerWithStats, list[Documents
     tokens = args.tokens * args.ranks
     lengths = DISTRIBUTIONS[args.distribution]
     windows = [draw(lengths, tokens, seed) for seed in range(args.micro_batches)]
-    calls = [{"forward": 1, "backward": 1}]
+    calls: list[dict[Pass, int]] = [{"forward": 1, "backward": 1}]
     counting = PlannerWithStats(planner, {"forward": calls, "backward": calls}, "resend")
     return counting, documents_in_turn(windows)
 

@@ -107,8 +107,8 @@ class AllProducts(TorchCpuKernel):
 
 def _alone(tasks: KernelTasks, rows: int, causal: bool, keys: int | None = None) -> KernelTasks:
     """One task of so many queries and keys."""
-    edges = (torch.tensor([0, end], dtype=torch.int32) for end in (rows, keys or rows))
-    return KernelTasks(*edges, causal, None, tasks.softmax_scale)
+    of_q, of_k = (torch.tensor([0, end], dtype=torch.int32) for end in (rows, keys or rows))
+    return KernelTasks(of_q, of_k, causal, None, tasks.softmax_scale)
 
 
 class Rank:

@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
+from distca.attention import Kernel
 from distca.cost.volume import AttentionShape
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
@@ -102,7 +104,7 @@ class Decoding:
         device = torch.device("cpu")
         core = CoreAttention(
             Nowhere(rank, setting.ranks),
-            setting.kernel or NoPagedKernel(),
+            cast(Kernel, setting.kernel or NoPagedKernel()),
             Buffers(device, len(MASKS)),
         )
         self.steps = AttentionRunner(
@@ -169,6 +171,11 @@ class Decoding:
         )
         run.attend(layer, q, kv, kv, 1.0)
 
+    def layers(self, run: ForwardContext) -> None:
+        """Runs the attention of all layers."""
+        for layer in range(len(MASKS)):
+            self.layer(run, layer)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -194,8 +201,8 @@ def measure(setting: Setting, repetitions: int) -> Found:
     gc.disable()
     for _ in range(repetitions):
         batch = timed("engine", decoding.plan)
-        run = timed("rank", lambda fed=batch: decoding.build(fed))
-        timed("layers", lambda of=run: [decoding.layer(of, layer) for layer in range(len(MASKS))])
+        run = timed("rank", partial(decoding.build, batch))
+        timed("layers", partial(decoding.layers, run))
     gc.enable()
     batch = decoding.plan()
     counted = operations(lambda: decoding.layer(decoding.build(batch), 0)).all

@@ -186,7 +186,7 @@ def measure(job: Job, names: list[list[str]], speeds: Any) -> list[dict[str, Any
 
     try:
         read_answer(started[0])
-        rows = []
+        rows: list[dict[str, Any]] = []
         for strategy in STRATEGIES:
             if speeds is None:
                 rows.append({"strategy": strategy, "ways": ask(strategy)})

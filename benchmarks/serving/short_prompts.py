@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class Timed:
     """Times functions of ours while it is entered; `seconds` has the CPU time of each part."""
 
     def __init__(self) -> None:
-        self.seconds = Counter[str]()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __enter__(self) -> Timed:
         self._before = [

@@ -95,7 +95,7 @@ def conversation(random: np.random.Generator) -> list[Rollout]:
     """A conversation of six turns. Each has four answers, and goes on from the first."""
     found, history = [], _text(random, 600)
     for _ in range(6):
-        answers = [_text(random, random.integers(100, 400)) for _ in range(4)]
+        answers = [_text(random, int(random.integers(100, 400))) for _ in range(4)]
         found += [Rollout(torch.cat([history, answer])) for answer in answers]
         history = torch.cat([history, answers[0], _text(random, 150)])
     return found

@@ -83,7 +83,11 @@ class Setting:
     @staticmethod
     def of_json(saved: dict[str, Any]) -> Setting:
         """Restores a setting that was saved by `dataclasses.asdict` as JSON."""
-        return Setting(**{n: tuple(v) if isinstance(v, list) else v for n, v in saved.items()})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in saved.items()
+        }
+        return Setting(**fields)
 
     @property
     def data_parallel_size(self) -> int:

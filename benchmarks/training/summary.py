@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class Step:
     bytes_sent: dict[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
 
-    def read_timeline(self, events: list[dict[str, Any]]) -> None:
+    def read_timeline(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Takes ticks, kernels and waits from the events of `distca.runtime.Trace.take`."""
         ticks = [event for event in events if event["cat"] == "ticks"]
         self.ticks = [tick["tdur"] / 1e6 for tick in ticks]

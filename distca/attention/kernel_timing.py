@@ -119,7 +119,7 @@ class KernelTimer:
 
 
 def fastest(
-    run: Callable[[], None],
+    run: Callable[[], object],
     synchronize: Callable[[], None],
     budget: float,
     clock: Callable[[], float] = time.perf_counter,

@@ -11,7 +11,7 @@ import numpy as np
 from distca.plan.mask import Mask
 from distca.plan.placement import PlacedTokens, Placement, find_tokens
 from distca.plan.segments import Segments, find_segments
-from distca.plan.span import Bools, Int64s, order_by
+from distca.plan.span import Bools, Floats, Int64s, order_by
 from distca.plan.tasks import Tasks
 
 BLOCK = 128
@@ -178,7 +178,7 @@ class Plan:
         return loads
 
 
-def max_over_mean(loads: Int64s) -> float:
+def max_over_mean(loads: Int64s | Floats) -> float:
     """Returns the busiest server's load over the mean load; 1.0 without any load."""
     mean = float(loads.mean())
     return float(loads.max()) / mean if mean else 1.0

@@ -36,7 +36,7 @@ from support.small_models import VOCABULARY
 ROOT = Path(__file__).parents[2]
 CHUNK = 40
 LEASE = 60.0
-"""Seconds. A busy machine may stop a process for five, after which its prompts would be given up."""
+"""Seconds: a busy machine may stop a process for five, after which prompts would be given up."""
 
 _TIMES = PrefillModel(
     "any", "any", {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
