@@ -54,7 +54,7 @@ _FIRST_LEASE = 2.0
 """Lease until the ranks have told theirs: it is said a few times in it who is there."""
 _HELPED = 0.005
 """Seconds after which the thread looks for what ranks write while prompts are under way."""
-_LINGER = 1000
+_LINGER = 5000
 """Milliseconds for which what was said before the end is still sent."""
 _LOOKED = 0.001
 """Seconds after which whoever waits looks for it."""
