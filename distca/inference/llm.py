@@ -95,8 +95,20 @@ def configure(
         transport: what moves rows; None: gloo on CPUs, NCCL on GPUs.
 
     Raises:
-        ValueError: the stripe is no multiple of a block, or the bounds contradict each other.
+        ValueError: a number is out of range, the stripe is no multiple of a block, or the bounds
+            contradict each other.
     """
+    for name, value in (
+        ("context_parallel_size", context_parallel_size),
+        ("block_size", block_size),
+        ("cache_bytes", 1 if cache_bytes is None else cache_bytes),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}={value}: give at least 1")
+    if not 0 < gpu_utilization <= 1:
+        raise ValueError(f"gpu_utilization={gpu_utilization}: give a part of 1, such as 0.9")
+    if not step_timeout > 0:
+        raise ValueError(f"step_timeout={step_timeout}: give more than 0 seconds")
     stripe = stripe or block_size
     check_stripe(stripe, block_size)
     ranks = context_parallel_size + attention_servers
@@ -154,6 +166,7 @@ class LLM:
         self._engine = Engine(config, blocks)
         # Answers that this process ends with the iteration under way, or the next.
         self._aborts: set[int] = set()
+        self._answering = False
         self._lock = threading.Lock()
         self.bytes_planned = 0
 
@@ -170,9 +183,9 @@ class LLM:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
+        sampling: SamplingParams | None = None,
         n: int = 1,
-        on_token: OnToken = lambda number, token: None,
+        on_token: OnToken | None = None,
         *,
         penalties: Penalties = NO_PENALTIES,
         logprobs: int | None = None,
@@ -182,7 +195,7 @@ class LLM:
 
         Args:
             prompts: token ids of each, at least one.
-            sampling: choice of tokens.
+            sampling: choice of tokens; None: the likeliest, up to 64.
             n: answers to each prompt, which is computed once for all of them; at least 1.
             on_token: function that is told of each token, with `n` times the prompt's number plus
                 the answer's. It may `abort` answers.
@@ -202,6 +215,7 @@ class LLM:
                 a number is out of range; nothing has run.
             NotFiniteError: no token can be chosen for an answer, on any rank.
         """
+        sampling = sampling or SamplingParams()
         # Before processes wait for each other: from here on a thread may abort.
         self._take_aborts()
         given = self._checked(prompts, sampling, n, penalties, logprobs)
@@ -263,7 +277,7 @@ class LLM:
         return taken
 
     def answer(
-        self, requests: Sequence[AddRequest], on_token: OnToken = lambda number, token: None
+        self, requests: Sequence[AddRequest], on_token: OnToken | None = None
     ) -> dict[int, Completion]:
         """Answers requests. Collective; see `generate`.
 
@@ -273,7 +287,13 @@ class LLM:
 
         Returns:
             Answers by the requests' numbers.
+
+        Raises:
+            RuntimeError: `on_token` asks for answers itself.
         """
+        if self._answering:
+            raise RuntimeError("on_token cannot call generate: wait until the first call returns")
+        self._answering = True
         try:
             return self._answer(requests, on_token)
         except BaseException:
@@ -284,6 +304,7 @@ class LLM:
                 self._engine.finish({})
             raise
         finally:
+            self._answering = False
             # Those of answers that have ended.
             self._take_aborts()
 
@@ -296,8 +317,8 @@ class LLM:
         logprobs: int | None,
     ) -> list[list[int]]:
         """Returns the prompts, once all that is asked for is known to be possible."""
-        if n < 1:
-            raise ValueError(f"{n} answers to each prompt: ask for at least 1")
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"{n} answers to each prompt: ask for a whole number of at least 1")
         if sampling.max_tokens < 1:
             raise ValueError(f"{sampling.max_tokens} tokens of an answer: ask for at least 1")
         if logprobs is not None and not (isinstance(logprobs, int) and logprobs >= 0):
@@ -326,7 +347,9 @@ class LLM:
                 "the same calls, with the same prompts"
             )
 
-    def _answer(self, requests: Sequence[AddRequest], on_token: OnToken) -> dict[int, Completion]:
+    def _answer(
+        self, requests: Sequence[AddRequest], on_token: OnToken | None
+    ) -> dict[int, Completion]:
         begin = time.perf_counter()
         for request in requests:
             self._engine.add(request)
@@ -345,7 +368,8 @@ class LLM:
                 if output.logprobs is not None:
                     answer.logprobs.append(output.logprobs)
                 answer.prompt_logprobs += output.scores
-                on_token(output.number, output.token)
+                if on_token is not None:
+                    on_token(output.number, output.token)
                 if output.finish is not None:
                     answer.finish_reason = output.finish
                     left.discard(output.number)

@@ -16,13 +16,21 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 INDEX = ROOT / "benchmarks" / "README.md"
 Rows = list[list[str]]
+FRONT = "16 ranks, documents of at most a rank's tokens"
+"""What the front page shows of the page of more ranks."""
 DEFAULT = ("DistCA, whole, tolerance 0.1", "DistCA, ping-pong, tolerance 0.1")
 """Ways with the default tolerance, on the page of more ranks."""
 
 
-def table(path: Path, first: str) -> Rows:
-    """The cells of the table whose heading begins so."""
-    text = path.read_text()
+def section(path: Path, heading: str) -> str:
+    """The text under a heading of the second level."""
+    (found,) = [each for each in path.read_text().split("\n## ") if each.startswith(heading + "\n")]
+    return found
+
+
+def table(path: Path, first: str, under: str = "") -> Rows:
+    """The cells of the table that begins so; the one under a heading, if it is given."""
+    text = section(path, under) if under else path.read_text()
     assert text.count(f"\n| {first}") == 1, f"{path} has not one table of {first}"
     lines = text[text.index(f"\n| {first}") + 1 :].splitlines()
     end = next((n for n, line in enumerate(lines) if not line.startswith("|")), len(lines))
@@ -67,7 +75,7 @@ def round_up(number: float) -> float:
 def test_speeds_on_the_front_page() -> None:
     """Each peer by its fastest size, DistCA with the default tolerance, from the page of more
     ranks."""
-    text = (RESULTS / "more_ranks.md").read_text()
+    text = section(RESULTS / "more_ranks.md", FRONT)
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     summary = {row[0]: row for row in cells if len(row) == 11 and re.match(r"\d", row[3])}
     ways: dict[str, dict[str, list[str]]] = {}
@@ -91,7 +99,8 @@ def test_speeds_on_the_front_page() -> None:
 
 def test_more_ranks_in_sentences() -> None:
     """DistCA over the fastest peer of each mix, in whole micro-batches and with ping-pong."""
-    rows = table(RESULTS / "more_ranks.md", "documents | peer with the fastest mean")
+    path, first = RESULTS / "more_ranks.md", "documents | peer with the fastest mean"
+    rows = table(path, first, FRONT)
     ratios = [[float(row[at].split()[0]) for row in rows] for at in (7, 9)]
     up = [[round_up(each) for each in of_mode] for of_mode in ratios]
     whole, ping_pong = (f"{min(each):.2f} to {max(each):.2f}" for each in up)
@@ -105,11 +114,17 @@ def test_more_ranks_in_sentences() -> None:
     least = float(re.findall(r"\((\S+) to", fixed[7])[0])
     assert f"up to {100 * (1 - least):.0f}%" in front
     # Two layers' core attention in plain Megatron's step.
-    plain = [
-        row for row in table(RESULTS / "more_ranks.md", "documents | way") if "plain" in row[1]
-    ]
+    plain = [row for row in table(path, "documents | way", FRONT) if "plain" in row[1]]
     shares = [100 * 2 * float(row[2].split()[0]) / float(row[4]) for row in plain]
     assert f"is {min(shares):.0f}% to {max(shares):.0f}% of plain Megatron's step" in front
+    # Fewer ranks, and documents that span ranks.
+    others = re.findall(r"^## (.*)$", path.read_text(), re.MULTILINE)
+    assert len(others) == 4
+    others.remove(FRONT)
+    every = [
+        round_up(float(row[7].split()[0])) for each in others for row in table(path, first, each)
+    ]
+    assert f"it is {min(every):.2f} to {max(every):.2f} times as fast as" in front
 
 
 def test_the_mix_that_gains_nothing_is_of_equal_documents() -> None:

@@ -261,6 +261,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
             ([[1] * (most - 1)], few, {}, "more than the model's"),
             ([[1]], SamplingParams(max_tokens=0), {}, "0 tokens of an answer"),
             ([[1]], few, {"n": 0}, "0 answers"),
+            ([[1]], few, {"n": 1.5}, "1.5 answers"),
             ([[1]], few, {"logprobs": -1}, "log-probabilities of -1"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -268,8 +269,33 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
         assert not llm.engine.counts.iterations
         (answered,) = llm.generate([[1] * (most - 2)], few)
         assert len(answered.outputs[0].token_ids) == 2
+        # From what hears of tokens, too; the next call answers again.
+        with pytest.raises(RuntimeError, match="on_token cannot call generate"):
+            llm.generate([[1]], few, on_token=lambda number, token: llm.generate([[1]]))
+        (again,) = llm.generate([[1] * (most - 2)], few)
+        assert again.outputs[0].token_ids == answered.outputs[0].token_ids
+        (likeliest,) = llm.generate([[1, 2]])
+        assert len(likeliest.outputs[0].token_ids) == SamplingParams().max_tokens
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"context_parallel_size": 0}, "context_parallel_size=0: give at least 1"),
+        ({"block_size": 0}, "block_size=0: give at least 1"),
+        ({"cache_bytes": 0}, "cache_bytes=0: give at least 1"),
+        ({"gpu_utilization": 9}, "gpu_utilization=9: give a part of 1"),
+        ({"step_timeout": -1.0}, "step_timeout=-1.0: give more than 0 seconds"),
+    ],
+)
+def test_numbers_of_the_configuration_are_checked(
+    tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    with pytest.raises(ValueError, match=line):
+        configure(model, **changes)
 
 
 @pytest.mark.parametrize(
