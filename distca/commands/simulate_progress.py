@@ -31,8 +31,8 @@ def simulating(systems: int) -> Iterator[Told]:
             with lock:
                 if candidate.system not in begun:
                     begun.append(candidate.system)
-                of = f"system {begun.index(candidate.system) + 1} of {systems}"
-                shown.describe(f"{of}, {candidate.system}: {candidate}")
+                of = f"{len(begun)} of {systems} systems begun"
+                shown.describe(f"{of}, now {candidate.system}: {candidate}")
                 shown.update()
 
         yield told
