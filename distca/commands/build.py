@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from distca.attention.paged_cpu import paged_library
-from distca.commands.command_line import Parser
+from distca.commands.command_line import Parser, write_on
 from distca.native import default_cache
 from distca.transport.compiled import host_library
 from distca.transport.compiled_cuda import (
@@ -89,11 +88,10 @@ def main(argv: list[str]) -> int:
     failed = False
     for name, build in steps:
         try:
-            sys.stdout.write(f"{name}: {build()}\n")
+            write_on(f"{name}: {build()}\n")
         except RuntimeError as error:
             failed = True
-            sys.stdout.write(f"{name}: not compiled: {error}\n")
-        sys.stdout.flush()
+            write_on(f"{name}: not compiled: {error}\n")
     return int(failed)
 
 

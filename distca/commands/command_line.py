@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -138,6 +139,18 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path}: {folder} cannot be written to")
     if path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"{flag} {path} is there, and cannot be written to")
+
+
+def write_on(text: str) -> None:
+    """Writes to standard output at once, for commands with work that nobody need read about.
+
+    If the reader has gone, this and all that follows is lost without an error.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_picture(flag: str, path: Path | None) -> None:

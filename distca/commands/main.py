@@ -72,9 +72,14 @@ def _written(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
         if sys.stderr is not None:
             sys.stderr.write(f"{_name(arguments)}: standard output is closed\n")
         return 2
+    status = 0
     try:
         try:
-            return _told(arguments, ending)
+            status = _told(arguments, ending)
+            return status
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            raise
         finally:
             # Here, where it can be told what fails, rather than when Python ends.
             sys.stdout.flush()
@@ -82,9 +87,9 @@ def _written(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
         with contextlib.suppress(OSError):
             # Else Python would fail again as it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # A reader such as `head` has read enough.
+        # A reader such as `head` has read enough; a command that has failed before has failed.
         if isinstance(error, BrokenPipeError):
-            return 0
+            return status
         sys.stderr.write(f"distca: the output cannot be written: {error}\n")
         return 2
 

@@ -49,6 +49,31 @@ def test_a_reader_that_goes_early_ends_a_command_quietly(arguments: list[str]) -
 
 
 @pytest.mark.parametrize(
+    ("work", "status"),
+    [
+        ("console._run = lambda _: sys.stdout.write('line') and 1", 1),
+        ("console._run = lambda _: sys.stdout.write('line') and sys.exit(2)", 2),
+        ("console._run = lambda _: [write_on('1'), write_on('2'), 3][-1]", 3),
+    ],
+)
+def test_a_status_is_kept_though_nobody_reads(work: str, status: int) -> None:
+    begin = "import sys\nfrom distca.commands.command_line import write_on\n"
+    begin += "from distca.commands import main as console\n"
+    started = subprocess.Popen(
+        [sys.executable, "-c", f"{begin}{work}\nsys.exit(console.main(['plan']))"],
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    started.stdout.close()
+    started.stdout = None
+    _, err = started.communicate(timeout=60)
+    assert (started.returncode, err) == (status, "")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["plna"], "distca: no command 'plna': is plan meant?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -169,11 +170,36 @@ def test_losses_and_gradients_that_differ(monkeypatch, tmp_path: Path) -> None:
     for other, says in (
         (training.Ran([5.0, 4.1], [2.0, 1.0], 1.0), r"losses of 5 steps are 2.5e-02 .*\(0.0001 is"),
         (training.Ran([5.0, 4.0], [1.9, 1.0], 1.0), r"gradients' norms are 5.0e-02 .*\(0.01 is"),
+        (
+            training.Ran([5.0, math.nan], [2.0, 1.0], 1.0),
+            r"losses of 5 steps are not finite: 5.0000, nan with --distca .*, 5.0000, 4.0000 with",
+        ),
+        (training.Ran([5.0, 4.0], [2.0, math.inf], 1.0), "gradients' norms are not finite: 2.0"),
     ):
         runs = iter([training.Ran([5.0, 4.0], [2.0, 1.0], 1.0), other])
         monkeypatch.setattr(training, "_train", lambda *_, runs=runs: next(runs))
         with pytest.raises(Fault, match=says):
             training.check_training(_training(tmp_path))
+
+
+def test_losses_that_are_not_finite_on_both_sides(monkeypatch, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    same = training.Ran([5.0, math.nan], [2.0, 1.0], 1.0)
+    monkeypatch.setattr(training, "_train", lambda *_: same)
+    with pytest.raises(Fault, match="losses of 5 steps are not finite"):
+        training.check_training(_training(tmp_path))
+
+
+def test_a_larger_job_whose_losses_are_not_finite(monkeypatch, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    fine, wrong = (training.Ran([each], [2.0], 1.0) for each in (5.0, math.nan))
+    runs = iter([fine, fine, wrong])
+    monkeypatch.setattr(training, "_train", lambda *_: next(runs))
+    monkeypatch.setattr(training, "_write_documents", lambda *_: None)
+    context = _training(tmp_path)
+    context.is_fast = True
+    with pytest.raises(Fault, match="of a larger job are not finite: nan; 2"):
+        training.check_training(context)
 
 
 def test_a_run_that_fails(monkeypatch, tmp_path: Path) -> None:
@@ -360,6 +386,37 @@ def test_a_stage_that_does_not_end_says_where_it_is(tmp_path: Path) -> None:
     ranks._run_stage(its, context, told.append)
     assert told[0].text == "it did not end in 0.05 s"
     assert "time.sleep(0.5)" in told[0].details
+
+
+_FAILS = """
+import sys
+from distca.commands.main import main
+from distca.commands.verify import command
+from distca.commands.verify.stage import Line
+
+def verify_machine(ranks, names, output, tell):
+    for stage, state in (("environment", "ok"), ("links", "ok"), ("kernels", "failed")):
+        tell(Line(stage, state, "text", "", 0.0, {}))
+
+command.verify_machine = verify_machine
+command.describe_machine = dict
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_failure_counts_though_nobody_reads_it(flags: list[str], tmp_path: Path) -> None:
+    """The stages go on after the reader has gone, and the report has them all."""
+    command = [sys.executable, "-c", _FAILS, "verify", "--output", str(tmp_path), *flags]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    started.stdout.close()
+    started.stdout = None
+    _, errors = started.communicate(timeout=60)
+    assert (started.returncode, errors) == (1, "")
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert found["failed"] == "kernels"
+    assert len(found["stages"]) == 3
 
 
 def test_json(broken, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
@@ -375,6 +376,8 @@ def test_one_token_that_is_far_off_is_found_in_bfloat16() -> None:
     ours[1] = 0.06
     assert not _no_further(ours, theirs, routed=False).holds
     assert _no_further(ours, theirs, routed=True).holds, "rounding may choose another expert"
+    few = torch.tensor([0.1, math.inf])
+    assert not _no_further(torch.tensor([0.1, 0.2]), few, routed=False).holds
 
 
 def test_a_wrong_answer_is_found(models) -> None:

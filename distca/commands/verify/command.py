@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from distca.commands.command_line import Parser
+from distca.commands.command_line import Parser, write_on
 from distca.commands.verify.ranks import verify_machine, verify_under_torchrun
 from distca.commands.verify.report import describe_machine, report, save_report
 from distca.commands.verify.stage import Line
@@ -84,9 +83,13 @@ def main(argv: list[str]) -> int:
     writes = args.output is not None and os.environ.get("RANK", "0") == "0"
 
     def take(line: Line) -> None:
-        _take(line, lines, names, args.json)
-        if args.output is not None:
-            save_report(args.output, lines, names, machine)
+        lines.append(line)
+        try:
+            # First: a file outlasts whoever reads what is printed.
+            if args.output is not None:
+                save_report(args.output, lines, names, machine)
+        finally:
+            _print_last(lines, names, args.json)
 
     try:
         if writes:
@@ -137,21 +140,21 @@ def _ranks(given: int | None) -> int:
     return ranks
 
 
-def _take(line: Line, lines: list[Line], names: Sequence[str], as_json: bool) -> None:
-    """Takes a line, and prints it; with JSON all are printed after the last one."""
-    lines.append(line)
+def _print_last(lines: Sequence[Line], names: Sequence[str], as_json: bool) -> None:
+    """Prints the last line; with JSON all are printed after the last stage."""
+    line = lines[-1]
     if as_json:
         if line.state == "failed" or len(lines) == len(names):
-            sys.stdout.write(json.dumps(report(lines, names), indent=1) + "\n")
-    else:
-        sys.stdout.write(format_line(line))
-        left = names[len(lines) :]
-        if line.state == "failed":
-            more = f"; not run: {', '.join(left)}" if left else ""
-            sys.stdout.write(f"{line.stage} failed{more}\n")
-        elif not left:
-            sys.stdout.write(f"{_summary(names)}\n")
-    sys.stdout.flush()
+            write_on(json.dumps(report(lines, names), indent=1) + "\n")
+        return
+    text = format_line(line)
+    left = names[len(lines) :]
+    if line.state == "failed":
+        more = f"; not run: {', '.join(left)}" if left else ""
+        text += f"{line.stage} failed{more}\n"
+    elif not left:
+        text += f"{_summary(names)}\n"
+    write_on(text)
 
 
 def _summary(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -101,8 +102,8 @@ class Context:
         return everyone
 
     def largest(self, mine: float) -> float:
-        """Returns the largest number of all ranks. Collective."""
-        return float(max(self.gather(mine)))
+        """Returns the largest number of all ranks; NaN if one is. Collective."""
+        return float(np.max(self.gather(mine)))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -31,6 +32,8 @@ _APART = {torch.float32: 1e-4, torch.bfloat16: 0.01}
 """Most that losses may differ, relative to plain Megatron's."""
 _NORMS_APART = 0.01
 """Most that the norms of the first step's gradients may differ: Megatron prints three digits."""
+_LEAST = 1e-12
+"""Smaller numbers of plain Megatron's are not divided by."""
 _VOCABULARY = 128
 _SECONDS = 400
 _PRINTED = 50_000
@@ -104,6 +107,12 @@ def _compare(context: Context) -> Found:
     # A dense mask keeps documents apart there.
     plain = _train(context, job, 1, ["--attention-backend", "unfused"])
     ours = _train(context, job, ranks, ["--distca"])
+    for name, numbers in (
+        (f"losses of {STEPS} steps", (ours.losses, plain.losses)),
+        ("gradients' norms", (ours.grad_norms, plain.grad_norms)),
+    ):
+        if not all(math.isfinite(each) for of_run in numbers for each in of_run):
+            raise Fault(f"{name} are not finite: {_both(*numbers, ranks)}", SEND)
     apart = _apart(ours.losses, plain.losses)
     # Adam's steps are as long whatever the gradients' scale, and rounding grows from step to step.
     norms_apart = _apart(ours.grad_norms[:1], plain.grad_norms[:1])
@@ -114,13 +123,19 @@ def _compare(context: Context) -> Found:
         if not found <= allowed:
             raise Fault(
                 f"{name} are {found:.1e} of plain Megatron's from them ({allowed:g} is allowed): "
-                f"{_said(our)} with --distca on {ranks} rank(s), {_said(their)} without on one",
+                f"{_both(our, their, ranks)}",
                 SEND,
             )
     if context.is_fast:
         job = Job(_LARGE, ranks * _TOKENS_OF_A_GPU)
         _write_documents(context, job)
         ours = _train(context, job, ranks, ["--distca"])
+        if not all(map(math.isfinite, (*ours.losses, *ours.grad_norms))):
+            raise Fault(
+                f"losses or gradients' norms of a larger job are not finite: {_said(ours.losses)}; "
+                f"{_said(ours.grad_norms)}",
+                SEND,
+            )
     tokens = _MICRO_BATCHES * job.window
     figures = {
         "losses_apart": apart,
@@ -226,9 +241,13 @@ def _flags_of_this_installation() -> list[str]:
 
 
 def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Most that numbers of ours are from theirs, relative to those."""
+    """Most that numbers of ours are from theirs, relative to those; all are finite."""
     pairs = zip(ours, theirs, strict=True)
-    return max(abs(our - their) / abs(their) for our, their in pairs)
+    return max(abs(our - their) / max(abs(their), _LEAST) for our, their in pairs)
+
+
+def _both(ours: Sequence[float], theirs: Sequence[float], ranks: int) -> str:
+    return f"{_said(ours)} with --distca on {ranks} rank(s), {_said(theirs)} without on one"
 
 
 def _said(numbers: Sequence[float]) -> str:
