@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -25,6 +27,7 @@ from distca.commands.described import add_cluster_flags, cluster_of
 from distca.commands.main import main
 from distca.commands.verify import (
     command,
+    cost_model,
     dying_peer,
     environment,
     kernels,
@@ -32,6 +35,9 @@ from distca.commands.verify import (
     predictions,
     ranks,
     training,
+)
+from distca.commands.verify import (
+    report as reports,
 )
 from distca.commands.verify.stage import Context, Fault, Line, Stage
 from distca.cost.model_sizes import ModelSize
@@ -428,13 +434,97 @@ def test_json(broken, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"), [(["--ranks", "0"], "at least 1"), (["--stages", "all"], "invalid choice")]
+    ("flags", "says"),
+    [
+        (["--ranks", "0"], "at least 1"),
+        (["--stages", "all"], "invalid choice"),
+        (["--output", ""], "--output: give a folder, such as machine"),
+    ],
 )
 def test_bad_flags(flags: list[str], says: str, capsys) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["verify", *flags])
     assert raised.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_file_in_the_way_is_refused_before_the_first_stage(tmp_path: Path, capsys) -> None:
+    (tmp_path / "profile.json").mkdir()
+    with pytest.raises(SystemExit) as raised:
+        main(["verify", "--output", str(tmp_path)])
+    assert raised.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"--output {tmp_path}: profile.json is a folder there" in printed.err
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file gets more than eight bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """Nothing half written stays, and what was there before does."""
+    (tmp_path / "verify.json").write_text("{}")
+    says = rf"^{tmp_path}/verify.json cannot be written: .*: make room or give another --output$"
+    with pytest.raises(ValueError, match=says), full_disk():
+        reports.save_report(tmp_path, [], [], {})
+    assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
+    assert (tmp_path / "verify.json").read_text() == "{}"
+
+
+def test_a_full_disk_fails_the_costs(monkeypatch, tmp_path: Path) -> None:
+    profile = mock.Mock(flops_per_second=1e12, description="", save=lambda path: write(path))
+
+    def write(path: Path) -> None:
+        path.write_text("a profile")
+
+    for name, found in (
+        ("profile_kernel", profile),
+        ("held_out_errors", [0.1]),
+        ("backward_over_forward", 2.0),
+        ("_product_tflops", 1.0),
+    ):
+        monkeypatch.setattr(cost_model, name, lambda *_, found=found, **__: found)
+    context = mock.Mock(on_gpu=False, dtype=torch.float32, output=tmp_path, found={}, local_size=1)
+    with pytest.raises(Fault, match=r"profile.json cannot be written"), full_disk():
+        cost_model._measure(context, 64, torch.zeros(1, 1))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [None, "two"])
+def test_half_of_torchruns_variables_are_refused(monkeypatch, value: str | None, capsys) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(SystemExit) as raised:
+        main(["verify"])
+    assert raised.value.code == 2
+    found = "is not set" if value is None else "is 'two'"
+    assert capsys.readouterr().err == (
+        f"distca verify: TORCHELASTIC_RUN_ID is set, as torchrun does, but WORLD_SIZE {found}: "
+        "start this by torchrun, or unset TORCHELASTIC_RUN_ID\n"
+    )
+
+
+def test_a_rank_without_torchrun_is_no_rank(monkeypatch, tmp_path: Path) -> None:
+    """The report is there before the first stage."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(command, "describe_machine", dict)
+
+    def verify_machine(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "verify_machine", verify_machine)
+    assert main(["verify", "--output", str(tmp_path)]) == 130
+    assert json.loads((tmp_path / "verify.json").read_text())["interrupted"]
 
 
 def test_a_described_cluster(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_processes_of_torchrun_are_whole_ranks(
 ) -> None:
     from distca.torchrun import Torchrun
 
-    monkeypatch.setattr("distca.commands.prefill.read_torchrun", lambda: Torchrun(5, 5, 1, 0))
+    monkeypatch.setattr("distca.commands.prefill.read_torchrun", lambda: Torchrun(5, 5, 1, 0, 0, 0))
     folder = str(save_small_model("llama", tmp_path))
     with pytest.raises(SystemExit) as ended:
         main(["prefill", folder, "--tensor-parallel-size", "2"])

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from distca.commands.command_line import Parser, write_on
+from distca.commands.verify.cost_model import CLUSTER, PROFILE
 from distca.commands.verify.ranks import verify_machine, verify_under_torchrun
-from distca.commands.verify.report import describe_machine, report, save_report
+from distca.commands.verify.report import REPORT, describe_machine, report, save_report
 from distca.commands.verify.stage import Line
 from distca.commands.verify.stages import STAGES
 from distca.progress import progress
+from distca.torchrun import read_torchrun
 
 _NAMES = [stage.name for stage in STAGES]
 _ON_CPUS = 2
@@ -57,7 +59,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="Write verify.json, which has all that we need to know if something fails, "
         "profile.json, for --distca-profile in training and --profile of `distca plan`, and "
@@ -71,16 +73,16 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 1 if a stage failed."""
     args = build_parser().parse(argv)
     names = [name for name in _NAMES if name in args.stages]
-    launched = dist.is_torchelastic_launched()
-    if launched and args.ranks is not None:
+    launched = read_torchrun()
+    if launched is not None and args.ranks is not None:
         raise ValueError("--ranks: torchrun has started the processes: leave it out")
-    ranks = 0 if launched else _ranks(args.ranks)
+    ranks = 0 if launched is not None else _ranks(args.ranks)
     machine: dict[str, object] = {}
     if args.output is not None:
         _make_folder(args.output)
         machine = describe_machine()
     lines: list[Line] = []
-    writes = args.output is not None and os.environ.get("RANK", "0") == "0"
+    writes = args.output is not None and (launched is None or launched.rank == 0)
 
     def take(line: Line) -> None:
         lines.append(line)
@@ -95,7 +97,7 @@ def main(argv: list[str]) -> int:
         if writes:
             # In place of an older report, should this process be killed in the first stage.
             save_report(args.output, lines, names, machine)
-        if launched:
+        if launched is not None:
             verify_under_torchrun(names, args.output, take, lines.append)
         with progress("distca verify", "stages", len(names)) as shown:
 
@@ -111,11 +113,22 @@ def main(argv: list[str]) -> int:
     return int(lines[-1].state == "failed")
 
 
+def _folder(text: str) -> Path:
+    """Returns the folder of `--output`.
+
+    Raises:
+        ArgumentTypeError: it has no name, as with a variable that is not set.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("give a folder, such as machine")
+    return Path(text)
+
+
 def _make_folder(path: Path) -> None:
     """Makes the folder of `--output`.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: it cannot be made, or what it is for cannot be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -123,6 +136,13 @@ def _make_folder(path: Path) -> None:
         raise ValueError(f"--output {path} is a file: give a folder") from None
     except OSError as error:
         raise ValueError(f"--output {path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"--output {path} cannot be written to")
+    for name in (REPORT, PROFILE, CLUSTER):
+        if (path / name).is_dir():
+            raise ValueError(
+                f"--output {path}: {name} is a folder there: remove it or give another --output"
+            )
 
 
 def _ranks(given: int | None) -> int:

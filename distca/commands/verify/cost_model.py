@@ -14,7 +14,8 @@ from distca.attention.kernel_timing import (
     profile_kernel,
 )
 from distca.commands.verify.predictions import described_cluster
-from distca.commands.verify.stage import Context, Found
+from distca.commands.verify.report import writing
+from distca.commands.verify.stage import Context, Fault, Found
 from distca.cost.volume import AttentionShape
 from distca.simulate import peak_tflops
 
@@ -73,8 +74,13 @@ def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
     }
     where = "not written: give --output DIR"
     if context.output is not None:
-        profile.save(context.output / PROFILE)
-        described_cluster(context, figures, profile.description).save(context.output / CLUSTER)
+        cluster = described_cluster(context, figures, profile.description)
+        try:
+            for name, save in ((PROFILE, profile.save), (CLUSTER, cluster.save)):
+                with writing(context.output / name) as path:
+                    save(path)
+        except ValueError as error:
+            raise Fault(str(error), "then run it again") from error
         where = f"in {context.output / PROFILE} and {CLUSTER}"
     return Found(
         f"attention {attention:.3g} TFLOP/s forward, {ratio:.1f} times as long backward; products "

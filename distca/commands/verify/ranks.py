@@ -55,7 +55,7 @@ def join_ranks(rank: int, size: int, store: str | None, folder: Path) -> Context
         folder: empty folder of this process.
     """
     launched = read_torchrun() if store is None else None
-    local_rank = rank if launched is None else dist.get_node_local_rank()
+    local_rank = rank if launched is None else launched.local_rank
     local_size = size if launched is None else launched.local_world_size
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -167,8 +167,13 @@ def verify_under_torchrun(
         context = join_ranks(0, 0, None, Path(folder))
 
         def fail(line: Line) -> None:
-            tell(line)
-            _end(1)
+            try:
+                tell(line)
+            except ValueError as error:
+                # On a thread of a stage that hangs, nobody would catch it.
+                sys.stderr.write(f"distca verify: {error}\n")
+            finally:
+                _end(1)
 
         run_stages(chosen(names), context, output, tell if context.rank == 0 else note, fail)
     _end(0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -70,13 +71,34 @@ def save_report(
     machine: Mapping[str, object],
     interrupted: bool = False,
 ) -> None:
-    """Writes `REPORT` with all of that, in place of an older one."""
-    path = folder / REPORT
-    # Ranks that fail at once may both write.
-    written = path.with_suffix(f".{os.getpid()}")
+    """Writes `REPORT` with all of that, in place of an older one.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
     found = {**report(lines, names, interrupted), **machine}
-    written.write_text(json.dumps(found, indent=1) + "\n")
-    written.replace(path)
+    with writing(folder / REPORT) as path:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Yields a path for a file that takes another's place when it is whole; else nothing is left.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    # Ranks that fail at once may both write.
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        yield written
+        written.replace(path)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written: {error.strerror}: make room or give another --output"
+        ) from error
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def _printed(words: Sequence[str]) -> str:
