@@ -25,12 +25,19 @@ class Progress:
         total: how many there are; None: nobody knows.
         done: how many were done before.
         scaled: whether counts are shown as thousands and millions.
+        estimates: whether the time that is left is shown: parts take about equally long.
     """
 
     def __init__(
-        self, unit: str = "", total: int | None = None, done: int = 0, scaled: bool = False
+        self,
+        unit: str = "",
+        total: int | None = None,
+        done: int = 0,
+        scaled: bool = False,
+        estimates: bool = True,
     ) -> None:
         self.unit, self.total, self.done, self.scaled = unit, total, done, scaled
+        self.estimates = estimates
         self._first = done
         self.doing = ""
         self.changed: Callable[[], None] = lambda: None
@@ -57,7 +64,8 @@ class Progress:
             parts.append(f"{self._number(self.done)}{of} {self.unit}")
         if self.doing:
             parts.append(self.doing)
-        if self.total is not None and self._first < self.done < self.total and seconds >= 1:
+        begun = self.total is not None and self._first < self.done < self.total
+        if self.estimates and self.total is not None and begun and seconds >= 1:
             left = (self.total - self.done) / (self.done - self._first) * seconds
             parts.append(f"about {_clock(left)} left")
         return ", ".join(parts)
@@ -86,6 +94,7 @@ def progress(
     done: int = 0,
     doing: str = "",
     scaled: bool = False,
+    estimates: bool = True,
     every: float | None = None,
     stream: TextIO | None = None,
 ) -> Iterator[Progress]:
@@ -98,11 +107,12 @@ def progress(
         done: how many were done before.
         doing: what is being done at first.
         scaled: whether counts are shown as thousands and millions.
+        estimates: whether the time that is left is shown: parts take about equally long.
         every: seconds between two lines; None: `SECONDS_BETWEEN_LINES`.
         stream: where it is shown; None: standard error.
     """
     out = sys.stderr if stream is None else stream
-    shown = Progress(unit, total, done, scaled)
+    shown = Progress(unit, total, done, scaled, estimates)
     shown.doing = doing
     if out is None:
         # It was closed before this process began.
@@ -133,13 +143,16 @@ def track(items: Collection[Item], command: str, unit: str) -> Iterator[Item]:
 def _bar(shown: Progress, out: TextIO) -> Iterator[None]:
     from tqdm import tqdm
 
+    form = None if shown.unit else "{desc}, {elapsed}"
+    if shown.unit and not shown.estimates:
+        form = "{desc}: {n_fmt} of {total_fmt}{unit}, {elapsed}"
     with tqdm(
         desc=shown.doing or None,
         total=shown.total,
         initial=shown.done,
         unit=f" {shown.unit}",
         unit_scale=shown.scaled,
-        bar_format=None if shown.unit else "{desc}, {elapsed}",
+        bar_format=form,
         file=out,
     ) as bar:
 

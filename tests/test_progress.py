@@ -27,6 +27,10 @@ def test_a_line_has_the_time_the_count_and_what_is_done() -> None:
     some.update(1_500)
     assert some.line(0) == "0:00, 1.5 k of 2.5 G bytes"
     assert Progress("runs").line(1) == "0:01, 0 runs"
+    stages = Progress("stages", 10, estimates=False)
+    stages.update(9)
+    stages.describe("training, for 15 min at most")
+    assert stages.line(112) == "1:52, 9 of 10 stages, training, for 15 min at most"
 
 
 def test_lines_come_also_while_one_part_takes_long() -> None:

@@ -28,6 +28,7 @@ from distca.commands.verify import (
     environment,
     kernels,
     memory,
+    overlap,
     predictions,
     ranks,
     training,
@@ -48,8 +49,10 @@ def test_cpus_that_work_end_with_0(tmp_path: Path, capsys) -> None:
     assert main(["verify", "--stages", *CHEAP, "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     lines = printed.splitlines()
-    assert [line.split()[:2] for line in lines[:-1]] == [["ok", name] for name in CHEAP], printed
-    assert lines[-1] == "nothing failed in 9 of 10 stages; not run: training"
+    assert [line.split()[:2] for line in lines[:-2]] == [["ok", name] for name in CHEAP], printed
+    assert lines[CHEAP.index("serving")].endswith(predictions.NO_PREDICTION)
+    assert lines[-2] == "nothing failed in 9 of 10 stages; not run: training"
+    assert lines[-1] == f"the report, which is what to send us: {tmp_path}/verify.json"
     words = ["--distribution", "fixed", "--context", "1024", "--sequences", "2", "--gpus", "2"]
     sizes = "--layers 2 --hidden-size 64 --heads 8 --kv-heads 2 --head-dim 128"
     sizes += " --ffn-hidden-size 96 --vocab-size 128 --batches 1 --systems plain tiles"
@@ -104,7 +107,7 @@ def test_a_transport_that_swaps_two_peers(ranks: Ranks, tmp_path: Path) -> None:
     replaced = "distca.transport.collective._Collective"
     found = ranks.run(line_of, check_transports, str(tmp_path), replaced, _Swapped, world_size=3)
     for rank, (text, cure) in enumerate(found):
-        assert text.startswith("gloo: ")
+        assert text.startswith("gloo with all ranks: ")
         assert text.endswith(f"bytes that rank {rank} received are not what was sent")
         assert "choose another --distca-transport" in cure
 
@@ -132,6 +135,13 @@ def test_what_does_not_fit_together(monkeypatch) -> None:
     assert (raised.value.text, raised.value.cure) == ("greenlet: not installed", "pip")
 
 
+def test_both_that_take_less_than_one_are_noise() -> None:
+    assert str(overlap._Times(0.01518, 0.003, 0.01516)).endswith(
+        "100% of the shorter is hidden, within noise of at least 0.02 ms"
+    )
+    assert str(overlap._Times(0.015, 0.003, 0.016)).endswith("67% of the shorter is hidden")
+
+
 def test_a_kernel_that_refuses_a_call_is_named(monkeypatch) -> None:
     """By an assertion, too, as those of FlashAttention 4 do."""
 
@@ -148,7 +158,9 @@ def test_a_kernel_that_refuses_a_call_is_named(monkeypatch) -> None:
     ("survivor", "says"),
     [("sleep 60", "waits for 0.2 s and longer for a peer that died"), ("true", "goes on without")],
 )
-def test_a_rank_that_does_not_see_its_peer_die(monkeypatch, survivor: str, says: str) -> None:
+def test_a_rank_that_does_not_see_its_peer_die(
+    monkeypatch, tmp_path: Path, survivor: str, says: str
+) -> None:
     theirs = subprocess.Popen
 
     def popen(words: list[str], **more: Any) -> Any:
@@ -156,7 +168,20 @@ def test_a_rank_that_does_not_see_its_peer_die(monkeypatch, survivor: str, says:
 
     monkeypatch.setattr(dying_peer.subprocess, "Popen", popen)
     with pytest.raises(Fault, match=says):
-        dying_peer.lose_a_peer(on_gpus=False, most_waited=0.2)
+        dying_peer.lose_a_peer(tmp_path, on_gpus=False, most_waited=0.2)
+
+
+def test_a_peer_that_cannot_start_says_why(monkeypatch, tmp_path: Path) -> None:
+    theirs = subprocess.Popen
+    fails = "echo more >&2; echo 'ImportError: no libnccl' >&2; exit 1"
+    monkeypatch.setattr(
+        dying_peer.subprocess, "Popen", lambda _, **more: theirs(["sh", "-c", fails], **more)
+    )
+    says = "two ranks cannot exchange .* of their own: ImportError: no libnccl$"
+    with pytest.raises(Fault, match=says) as found:
+        dying_peer.lose_a_peer(tmp_path, on_gpus=False)
+    assert "rank 1 printed:\nmore\nImportError: no libnccl\n" in found.value.printed
+    assert not list(tmp_path.iterdir())
 
 
 def _training(tmp_path: Path) -> Any:
@@ -180,6 +205,22 @@ def test_losses_and_gradients_that_differ(monkeypatch, tmp_path: Path) -> None:
         monkeypatch.setattr(training, "_train", lambda *_, runs=runs: next(runs))
         with pytest.raises(Fault, match=says):
             training.check_training(_training(tmp_path))
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_prediction_is_told_where_the_job_is_large(monkeypatch, tmp_path, is_fast: bool) -> None:
+    pytest.importorskip("megatron.training")
+    ran = training.Ran([5.0, 4.0], [2.0, 1.0], 1.0)
+    monkeypatch.setattr(training, "_train", lambda *_: ran)
+    monkeypatch.setattr(training, "_write_documents", lambda *_: None)
+    monkeypatch.setattr(training, "measured_cluster", lambda _: CLUSTERS["dgx-h200"])
+    context = _training(tmp_path)
+    context.is_fast = is_fast
+    text = training.check_training(context).text
+    assert ("(simulated: " in text, text.endswith(predictions.NO_PREDICTION)) == (
+        is_fast,
+        not is_fast,
+    )
 
 
 def test_losses_that_are_not_finite_on_both_sides(monkeypatch, tmp_path: Path) -> None:

@@ -52,11 +52,23 @@ def test_lines_end_with_the_first_failure(broken, capsys) -> None:
     ]
 
 
+def test_stages_that_could_not_run_are_not_counted(monkeypatch, capsys) -> None:
+    def verify_machine(ranks: int, names: Any, output: Any, tell: Any) -> None:
+        for line in LINES[:2]:
+            tell(line)
+
+    monkeypatch.setattr(command, "verify_machine", verify_machine)
+    assert main(["verify", "--stages", "environment", "links"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("nothing failed in 1 of 10 stages; not run: links, kernels, ")
+
+
 def test_a_failure_is_in_the_report(broken, monkeypatch, tmp_path: Path, capsys) -> None:
     """The folder has all that one sends, though the command ends with 1."""
     monkeypatch.setattr(command, "describe_machine", lambda: {"printed": {"nvidia-smi": "none"}})
     assert main(["verify", "--output", str(tmp_path)]) == 1
-    capsys.readouterr()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"the report, which is what to send us: {tmp_path}/verify.json"
     found = json.loads((tmp_path / "verify.json").read_text())
     assert (found["failed"], found["printed"]) == ("kernels", {"nvidia-smi": "none"})
     assert (found["running"], found["interrupted"]) == (None, False)

@@ -33,7 +33,7 @@ SAYS = {
 SAYS_OF_RANKS = {
     "a_rank_has_another_version": "rank 1 has distca",
     "a_rank_is_killed": "rank 1: its process ended with exit code -9: it was killed",
-    "a_byte_is_lost": "rank 1: NCCL: ",
+    "a_byte_is_lost": "rank 1: NCCL with all ranks: ",
     "a_dead_peer_is_waited_for": "a rank waits for 0.5 s and longer for a peer that died",
     "partial_results_are_merged_without_weights": "llama, eager, on 2 rank(s): check: bfloat16",
 }

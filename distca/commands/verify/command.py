@@ -36,7 +36,8 @@ examples:
       -m distca verify
 
 It starts a process for each GPU, or two on CPUs. Under torchrun it runs on torchrun's processes, on
-several machines. It takes about ten minutes on a machine with eight GPUs.
+several machines. It is meant to take about ten minutes on a machine with eight GPUs; no GPU has run
+it yet.
 """
 
 
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> int:
             if args.output is not None:
                 save_report(args.output, lines, names, machine)
         finally:
-            _print_last(lines, names, args.json)
+            _print_last(lines, names, args.json, args.output)
 
     try:
         if writes:
@@ -99,10 +100,14 @@ def main(argv: list[str]) -> int:
             save_report(args.output, lines, names, machine)
         if launched is not None:
             verify_under_torchrun(names, args.output, take, lines.append)
-        with progress("distca verify", "stages", len(names)) as shown:
+        # Training takes longer than all others together, so an estimate would count up.
+        with progress(
+            "distca verify", "stages", len(names), doing=_doing(names), estimates=False
+        ) as shown:
 
             def tell(line: Line) -> None:
                 take(line)
+                shown.doing = _doing(names[len(lines) :])
                 shown.update()
 
             verify_machine(ranks, names, args.output, tell)
@@ -160,7 +165,15 @@ def _ranks(given: int | None) -> int:
     return ranks
 
 
-def _print_last(lines: Sequence[Line], names: Sequence[str], as_json: bool) -> None:
+def _doing(left: Sequence[str]) -> str:
+    """Names the stage that runs, and its limit."""
+    limits = {stage.name: stage.seconds for stage in STAGES}
+    return f"{left[0]}, for {limits[left[0]] / 60:g} min at most" if left else ""
+
+
+def _print_last(
+    lines: Sequence[Line], names: Sequence[str], as_json: bool, output: Path | None
+) -> None:
     """Prints the last line; with JSON all are printed after the last stage."""
     line = lines[-1]
     if as_json:
@@ -173,16 +186,19 @@ def _print_last(lines: Sequence[Line], names: Sequence[str], as_json: bool) -> N
         more = f"; not run: {', '.join(left)}" if left else ""
         text += f"{line.stage} failed{more}\n"
     elif not left:
-        text += f"{_summary(names)}\n"
+        text += f"{_summary(lines)}\n"
+    if output is not None and (line.state == "failed" or not left):
+        text += f"the report, which is what to send us: {output / REPORT}\n"
     write_on(text)
 
 
-def _summary(names: Sequence[str]) -> str:
+def _summary(lines: Sequence[Line]) -> str:
     """What it means that no stage failed."""
-    others = [name for name in _NAMES if name not in names]
+    ran = [line.stage for line in lines if line.state == "ok"]
+    others = [name for name in _NAMES if name not in ran]
     if not others:
-        return "all stages that this machine can run are as they should be"
-    return f"nothing failed in {len(names)} of {len(_NAMES)} stages; not run: {', '.join(others)}"
+        return f"nothing failed in all {len(_NAMES)} stages"
+    return f"nothing failed in {len(ran)} of {len(_NAMES)} stages; not run: {', '.join(others)}"
 
 
 def format_line(line: Line) -> str:

@@ -30,12 +30,15 @@ MOST_WAITED = 60.0
 _TO_START = 60.0
 """Seconds that a process may start after the other."""
 _DIES, _EXCHANGES = 2, 6
+_LINES = 40
+"""Lines of what a process printed that are kept."""
 
 
-def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
+def lose_a_peer(folder: Path, on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
     """Starts both processes, and waits for the end of the one that does not kill itself.
 
     Args:
+        folder: folder that goes with the stage.
         on_gpus: whether they exchange by NCCL, on the first two GPUs; else by gloo.
         most_waited: seconds that it may take once its peer is dead.
 
@@ -45,17 +48,18 @@ def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
     Raises:
         Fault: it waits on, or ends as if nothing had happened.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
         command = [sys.executable, "-m", "distca.commands.verify.dying_peer"]
-        told = "cuda" if on_gpus else "cpu", str(Path(folder) / "store")
-        processes = [
-            subprocess.Popen([*command, str(rank), *told], stderr=subprocess.DEVNULL)
-            for rank in (0, 1)
-        ]
+        told = "cuda" if on_gpus else "cpu", str(Path(place) / "store")
+        written = [Path(place) / f"errors of {rank}" for rank in (0, 1)]
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in (0, 1):
+            with written[rank].open("wb") as errors:
+                processes.append(subprocess.Popen([*command, str(rank), *told], stderr=errors))
         try:
             # It starts torch first, and has a GPU to find.
             if processes[1].wait(most_waited + _TO_START) != -signal.SIGKILL:
-                raise Fault("two ranks cannot exchange bytes in processes of their own", SEND)
+                raise _cannot_exchange(written)
             begin = time.perf_counter()
             status = processes[0].wait(most_waited)
         except subprocess.TimeoutExpired:
@@ -63,6 +67,7 @@ def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
                 f"a rank waits for {most_waited:g} s and longer for a peer that died",
                 "leave TORCH_NCCL_ASYNC_ERROR_HANDLING at its default, or jobs hang when a rank "
                 "dies",
+                _printed(written),
             ) from None
         finally:
             for process in processes:
@@ -74,6 +79,26 @@ def lose_a_peer(on_gpus: bool, most_waited: float = MOST_WAITED) -> float:
             f"do not train with this transport, and {SEND}",
         )
     return time.perf_counter() - begin
+
+
+def _cannot_exchange(written: Sequence[Path]) -> Fault:
+    """Says why the processes fail before one kills itself."""
+    # A peer that finds nobody fails a minute later, by a time limit that says nothing.
+    first = next((path for path in written if _last_lines(path)), None)
+    why = "" if first is None else f": {_last_lines(first)[-1][:300]}"
+    text = f"two ranks cannot exchange bytes in processes of their own{why}"
+    return Fault(text, SEND, _printed(written))
+
+
+def _printed(written: Sequence[Path]) -> str:
+    return "".join(
+        f"rank {rank} printed:\n" + "\n".join(_last_lines(path)) + "\n"
+        for rank, path in enumerate(written)
+    )
+
+
+def _last_lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").strip().splitlines()[-_LINES:]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -37,9 +37,12 @@ class _Times:
         return min(max(saved / min(self.alone, self.moved), 0.0), 1.0)
 
     def __str__(self) -> str:
+        # Both cannot take less than the longer one: what they do is chance.
+        noise = max(self.alone, self.moved) - self.together
+        chance = f", within noise of at least {1e3 * noise:.2f} ms" if noise > 0 else ""
         return (
             f"kernel {1e3 * self.alone:.2f} ms, exchange {1e3 * self.moved:.2f} ms, both "
-            f"{1e3 * self.together:.2f} ms: {self.hidden:.0%} of the shorter is hidden"
+            f"{1e3 * self.together:.2f} ms: {self.hidden:.0%} of the shorter is hidden{chance}"
         )
 
 

@@ -18,6 +18,9 @@ from distca.simulate.serving import InferenceCosts, simulate_step
 COSTS = "costs"
 """Name of the stage whose figures a cluster is made of."""
 
+NO_PREDICTION = "not comparable with the simulator, since so small a job waits for the host"
+"""What lines say in place of a prediction that has the rates of kernels alone."""
+
 
 def described_cluster(context: Context, costs: Figures, source: str = "") -> Cluster:
     """Returns the machine as the simulator takes it.

@@ -6,7 +6,7 @@ import importlib.util
 import time
 
 from distca.attention.choice import default_block_size
-from distca.commands.verify.predictions import measured_cluster, prefill_seconds
+from distca.commands.verify.predictions import NO_PREDICTION, measured_cluster, prefill_seconds
 from distca.commands.verify.stage import Context, Found, NotRun
 from distca.inference.llm import LLM, configure
 from distca.inference.models import model_size, read_model
@@ -64,7 +64,10 @@ def measure_serving(context: Context) -> Found:
     if cluster is not None:
         predicted = prefill_seconds(model_size(model), cluster, length, context.size)
         figures["predicted_prefill_tokens_per_s"] = length / predicted
-        text += f" (simulated prefill: {length / predicted:,.0f} tokens/s)"
+        if context.is_fast:
+            text += f" (simulated prefill: {length / predicted:,.0f} tokens/s)"
+        else:
+            text += f"; {NO_PREDICTION}"
     return Found(text, figures)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distca.commands.verify.predictions import measured_cluster, training_seconds
+from distca.commands.verify.predictions import NO_PREDICTION, measured_cluster, training_seconds
 from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.cost.model_sizes import ModelSize
 from distca.documents.index import IndexedWriter
@@ -152,7 +152,7 @@ def _compare(context: Context) -> Found:
         sequences = [np.array(_lengths(job), dtype=np.int64)] * _MICRO_BATCHES
         predicted = tokens / training_seconds(job.model, cluster, sequences, ranks)
         figures["predicted_tokens_per_s"] = predicted
-        text += f" (simulated: {predicted:,.0f})"
+        text += f" (simulated: {predicted:,.0f})" if context.is_fast else f"; {NO_PREDICTION}"
     return Found(text, figures)
 
 

@@ -42,7 +42,7 @@ def check_transports(context: Context) -> Found:
         said.append(name)
     if context.local_rank == 0:
         # NCCL refuses two ranks on one GPU.
-        seconds = lose_a_peer(on_gpus=context.on_gpu and context.local_size > 1)
+        seconds = lose_a_peer(context.folder, on_gpus=context.on_gpu and context.local_size > 1)
         figures["seconds until a dead peer is seen"] = seconds
     dist.barrier(group=context.control)
     return Found(f"{', '.join(said)}: all bytes right; a peer that dies ends the others", figures)
@@ -63,13 +63,16 @@ def _transports(context: Context) -> list[tuple[str, Callable[[], Transport], bo
 
     if not context.on_gpu:
         found = [
-            ("gloo", collective(False), False),
-            ("gloo, members alone", collective(True), True),
+            ("gloo with all ranks", collective(False), False),
+            ("gloo with members only", collective(True), True),
         ]
         if context.local_size == context.size:
             found.append(("shared memory", lambda: _shared_memory(group()), False))
         return found
-    found = [("NCCL", collective(False), False), ("NCCL, members alone", collective(True), True)]
+    found = [
+        ("NCCL with all ranks", collective(False), False),
+        ("NCCL with members only", collective(True), True),
+    ]
     if find_spec("nvshmem") is not None and find_nvshmem() is not None:
         found.append(("NVSHMEM", lambda: _nvshmem(group(), device), False))
     return found
