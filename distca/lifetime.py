@@ -1,4 +1,8 @@
-"""How processes end: by signals, and with the process that started them."""
+"""How processes end: by signals, and with the process that started them.
+
+`python -m distca.lifetime PID MODULE ...` runs a module with its arguments, and ends with process
+PID, which has started it.
+"""
 
 from __future__ import annotations
 
@@ -194,3 +198,18 @@ def _run(parent: int, call: bytes, pipe: Connection) -> None:
         return
     function, arguments = pickle.loads(call)
     function(*arguments, pipe)
+
+
+def _run_module(parent: int, module: str, arguments: list[str]) -> None:
+    """Runs a module as `python -m` does, in a process that ends with its parent."""
+    import runpy
+
+    end_with_parent()
+    if os.getppid() != parent:
+        sys.exit(1)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _run_module(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from distca.documents.index import check_files_exist
+from distca.lifetime import end_with_parent
 
 STEP = "checking: "
 """What lines about steps begin with."""
@@ -90,6 +91,7 @@ def _check_names_of_data(flags: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     # Ctrl-C ends it without a word, and the run itself says what it warns of.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.disable(logging.WARNING)

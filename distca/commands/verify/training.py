@@ -205,8 +205,10 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
         for name, value in os.environ.items()
         if name not in _LAUNCHED and not name.startswith("TORCHELASTIC_")
     }
+    # The launcher ends with this process, however that ends, and its ranks with the launcher.
+    tied = [sys.executable, "-m", "distca.lifetime", str(os.getpid()), *command[2:]]
     with subprocess.Popen(
-        command,
+        tied,
         env=clean | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
