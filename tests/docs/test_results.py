@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from benchmarks.cluster.tables import speed_up
 from distca.simulate.speed_up import PIPELINES_ERROR, SIMULATORS_ERROR
@@ -18,6 +18,7 @@ INDEX = ROOT / "benchmarks" / "README.md"
 Rows = list[list[str]]
 FRONT = "16 ranks, documents of at most a rank's tokens"
 """What the front page shows of the page of more ranks."""
+PEERS = ("per-document CP", "hybrid CP", "WLB-LLM")
 DEFAULT = ("DistCA, whole, tolerance 0.1", "DistCA, ping-pong, tolerance 0.1")
 """Ways with the default tolerance, on the page of more ranks."""
 
@@ -67,64 +68,76 @@ def test_speeds_in_the_index() -> None:
     compare(table(INDEX, "mix of documents"), expected)
 
 
-def round_up(number: float) -> float:
-    """Rounds to hundredths what is stored in thousandths: half a hundredth up."""
-    return round(number + 1e-6, 2)
+def speeds_over_peers(ranks: int, longest: int) -> dict[str, dict[str, list[float]]]:
+    """How many times as fast each way is as each batch's fastest peer, by mix and way."""
+    cases = json.loads((RESULTS / "more_ranks.json").read_text())["cases"]
+    steps: dict[str, dict[str, list[float]]] = {}
+    for case in cases:
+        if (case["ranks"], case["longest"]) == (ranks, longest):
+            steps.setdefault(case["mix"], {}).setdefault(case["way"], []).append(case["step"])
+    found = {}
+    for mix, ways in steps.items():
+        peers = [each for way, each in ways.items() if way.startswith(PEERS)]
+        fastest = [min(of_batch) for of_batch in zip(*peers, strict=True)]
+        found[mix] = {
+            way: [best / own for best, own in zip(fastest, each, strict=True)]
+            for way, each in ways.items()
+        }
+    return found
 
 
 def test_speeds_on_the_front_page() -> None:
-    """Each peer by its fastest size, DistCA with the default tolerance, from the page of more
-    ranks."""
-    text = section(RESULTS / "more_ranks.md", FRONT)
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    summary = {row[0]: row for row in cells if len(row) == 11 and re.match(r"\d", row[3])}
-    ways: dict[str, dict[str, list[str]]] = {}
-    for row in (row for row in cells if len(row) == 8 and re.match(r"\d", row[2])):
-        ways.setdefault(row[0], {})[row[1]] = row
-
-    def rounded(cell: str) -> str:
-        return re.sub(r"\d+\.\d+", lambda number: f"{round_up(float(number[0])):.2f}", cell)
-
+    """Each peer in its fastest size, DistCA with the default tolerance, over the fastest peer."""
+    plain = {
+        row[0]: row[3].split()[0]
+        for row in table(RESULTS / "more_ranks.md", "documents | way", FRONT)
+        if row[1] == "plain Megatron"
+    }
     expected = []
-    for mix, rows in ways.items():
-        fastest = [
-            max(float(row[5].split()[0]) for way, row in rows.items() if way.startswith(name))
-            for name in ("per-document CP", "hybrid CP", "WLB-LLM", *DEFAULT)
-        ]
-        over_mean = rounded(rows["plain Megatron"][3].split()[0])
-        speeds = [f"{round_up(each):.2f}" for each in fastest]
-        expected.append([mix, over_mean, *speeds, rounded(summary[mix][7])])
+    for mix, ways in speeds_over_peers(16, 1).items():
+        row = [mix, plain[mix]]
+        for name in ("plain Megatron", *PEERS):
+            sizes = [mean(each) for way, each in ways.items() if way.startswith(name)]
+            row.append(f"{max(sizes):.2f}")
+        for name in DEFAULT:
+            ours = ways[name]
+            row.append(f"{mean(ours):.2f} ({min(ours):.2f} to {max(ours):.2f})")
+        expected.append(row)
     compare(table(ROOT / "README.md", "documents | core attention"), expected)
 
 
+def span(means: Sequence[float]) -> str:
+    return f"{min(means):.2f} to {max(means):.2f}"
+
+
 def test_more_ranks_in_sentences() -> None:
-    """DistCA over the fastest peer of each mix, in whole micro-batches and with ping-pong."""
-    path, first = RESULTS / "more_ranks.md", "documents | peer with the fastest mean"
-    rows = table(path, first, FRONT)
-    ratios = [[float(row[at].split()[0]) for row in rows] for at in (7, 9)]
-    up = [[round_up(each) for each in of_mode] for of_mode in ratios]
-    whole, ping_pong = (f"{min(each):.2f} to {max(each):.2f}" for each in up)
-    front = " ".join((ROOT / "README.md").read_text().split())
-    assert f"is {ping_pong} times as fast as the fastest peer" in front
-    index = INDEX.read_text()
-    assert f"DistCA is {whole} times as fast as each batch's fastest peer" in index
-    assert f"in whole micro-batches, {ping_pong} with ping-pong" in index
+    """DistCA over each batch's fastest peer, in whole micro-batches and with ping-pong."""
+    front, index = words_of("README.md"), words_of("benchmarks/README.md")
+    every = {
+        (ranks, longest): speeds_over_peers(ranks, longest)
+        for ranks in (8, 16)
+        for longest in (1, 4)
+    }
+    whole, ping_pong = (
+        {sizes: [mean(ways[name]) for ways in found.values()] for sizes, found in every.items()}
+        for name in DEFAULT
+    )
+    others = [each for sizes, means in whole.items() if sizes != (16, 1) for each in means]
+    assert f"DistCA is {span(others)} times as fast as the fastest peer" in front
+    both = [span([each for means in of.values() for each in means]) for of in (whole, ping_pong)]
+    assert f"DistCA is {both[0]} times as fast as each batch's fastest peer" in index
+    assert f"in whole micro-batches, {both[1]} with ping-pong" in index
     # Equal documents show the noise.
-    (fixed,) = (row for row in rows if row[0] == "fixed")
-    least = float(re.findall(r"\((\S+) to", fixed[7])[0])
-    assert f"up to {100 * (1 - least):.0f}%" in front
+    fixed = [each for found in every.values() for each in found["fixed"][DEFAULT[0]]]
+    noise = max(abs(each - 1) for each in fixed)
+    assert f"up to {100 * noise:.0f}%" in front
+    assert f"up to {100 * noise:.0f}%" in index
     # Two layers' core attention in plain Megatron's step.
-    plain = [row for row in table(path, "documents | way", FRONT) if "plain" in row[1]]
-    shares = [100 * 2 * float(row[2].split()[0]) / float(row[4]) for row in plain]
-    assert f"is {min(shares):.0f}% to {max(shares):.0f}% of plain Megatron's step" in front
-    # Fewer ranks, and documents that span ranks.
-    others = re.findall(r"^## (.*)$", path.read_text(), re.MULTILINE)
-    assert len(others) == 4
-    others.remove(FRONT)
-    every = [
-        round_up(float(row[7].split()[0])) for each in others for row in table(path, first, each)
+    rows = table(RESULTS / "more_ranks.md", "documents | way", FRONT)
+    shares = [
+        100 * 2 * float(row[2].split()[0]) / float(row[4]) for row in rows if "plain" in row[1]
     ]
-    assert f"it is {min(every):.2f} to {max(every):.2f} times as fast as" in front
+    assert f"is {min(shares):.0f}% to {max(shares):.0f}% of plain Megatron's step" in front
 
 
 def test_the_mix_that_gains_nothing_is_of_equal_documents() -> None:
