@@ -378,9 +378,7 @@ def mechanisms() -> list[Claim]:
     theirs = [row for row in ablated if row["scheduler"] == "greedy"]
     signal = [float(row["DistCA / signal"]) for row in theirs]
     single = [float(row["single-stream / DistCA"]) for row in theirs]
-    saved: list[float] = []
-    flat: list[float] = []
-    slower: list[float] = []
+    saved, flat, slower = (list[float]() for _ in range(3))
     for model in ("llama-8b", "llama-34b"):
         for nodes in ("8", "16"):
             mine = {

@@ -73,7 +73,7 @@ def generate_on_a_rank(
 
 
 def abort_on_a_rank(model: ServedModel) -> list[tuple[list[int], str]]:
-    """Five answers on two ranks, of which three run at a time. One rank alone aborts each of four.
+    """Five answers on two ranks, three at a time. One rank alone aborts each of four.
 
     Returns:
         Tokens of the answers and why they ended; then those of a call in which nobody aborts.

@@ -1,19 +1,17 @@
 """The scheduler of a serving engine: which tokens of which sequences the next iteration feeds.
 
-A pure function of what it was told, so that a simulator can run it as an engine does. An iteration
-feeds chunks of prompts and decoded tokens together, up to a number of tokens. Sequences that wait
-are admitted by priority, and then in the order of their arrival. If there are no blocks for one
-that runs, the youngest sequence of the lowest priority is preempted: it gives up its blocks and is
-computed again later. The prefix cache may still have most of them.
+A simulator runs it, too. An iteration feeds chunks of prompts and decoded tokens together, up to a
+number of tokens. Sequences that wait are admitted by priority, and then in the order of their
+arrival. If there are no blocks for one that runs, the youngest sequence of the lowest priority is
+preempted: it gives up its blocks and is computed again. The prefix cache may have most of them.
 
 A prompt may be computed for someone else, who answers it: no token is chosen, its blocks are held
 until `abort` releases them, and it is admitted once there are blocks for all of it.
 
 The rank that owns a block computes its tokens. Blocks of a short sequence lie on one rank, its
-*home*, which computes it without any exchange. Of a long one, each chunk's blocks are shared out in
-zigzag, and decoded ones in stripes. An answer may make a short sequence a long one. With a chain a
-chunk is cut between blocks: each lies on one rank, where other sequences can find it. With groups
-that grow, a long sequence has ranks of its own, more from chunk to chunk.
+*home*, which computes it alone. Each chunk's blocks of a long one are shared out in zigzag, and
+decoded ones in stripes. An answer may make a short sequence long. A chain cuts a chunk between
+blocks, so that others find them. With growing groups a long sequence has more and more own ranks.
 """
 
 from __future__ import annotations
@@ -376,8 +374,7 @@ class Scheduler:
         return ScheduledTokens(each.number, each.computed, count, samples, new, admitted, dense)
 
     def _is_dense(self, each: Request) -> bool:
-        """Whether nothing is dropped of a sequence, since its prompt is short. It may become long
-        as its answer grows: its later blocks lie on several ranks then."""
+        """Whether nothing is dropped of a sequence: its prompt is short, its answer may be long."""
         return each.prompt < self._limits.threshold
 
     def _next_tokens(self, each: Request) -> int:
