@@ -25,8 +25,11 @@ LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, stripe=SIZE,
 def found(
     lengths: list[int], sparse_salt: bytes | None, pool: int = 40
 ) -> tuple[list[int], list[set[bool]]]:
-    """Tokens that each of some prompts finds, which begin alike and are answered in turn, and
-    whether its feeds are dense; an answer is long."""
+    """Answers prompts in turn, which have the same beginning; answers are long.
+
+    Returns:
+        The tokens that each prompt finds in the cache, and whether its feeds are dense.
+    """
     cache = PrefixCache(BlockPool(2, pool, SIZE))
     scheduler, before, each = Scheduler(cache, LIMITS, b"model", sparse_salt), 0, []
     dense: list[set[bool]] = []
