@@ -179,7 +179,7 @@ class RankAlone:
 
     def backward(self) -> None:
         """Does the backward steps, after the forward ones."""
-        self._call.dispatch_backward(self._inputs[0])
+        self._call.dispatch_backward(self._q)
         self._call.compute_backward()
         self._call.combine_backward()
 
