@@ -18,6 +18,7 @@ FLOORS: dict[str, set[str]] = {
     "distca.__version__": set(),
     "distca.checkpoints": set(),
     "distca.lifetime": set(),
+    "distca.scratch": set(),
     "distca.machine": set(),
     "distca.native": set(),
     "distca.palette": set(),
@@ -40,7 +41,8 @@ FLOORS: dict[str, set[str]] = {
 FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}
 FLOORS["distca.inference"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
 FLOORS["distca.inference"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
-FLOORS["distca.inference"] |= {"distca.checkpoints", "distca.torchrun", "distca.wording"}
+FLOORS["distca.inference"] |= {"distca.scratch", "distca.checkpoints", "distca.torchrun"}
+FLOORS["distca.inference"] |= {"distca.wording"}
 FLOORS["distca.library"] = {*FLOORS["distca.runtime"], "distca.runtime"}
 FLOORS["distca.prefill"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.vllm"] = {*FLOORS["distca.prefill"], "distca.prefill"}

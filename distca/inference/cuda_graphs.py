@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from distca.inference.attention_runner import ForwardContext
-from distca.inference.models import ServedModel, expert_count
+from distca.inference.models import ServedModel
 from distca.inference.runnable import RunnableModel
 
 logger = logging.getLogger(__name__)
@@ -243,12 +243,9 @@ class DecodeGraphs:
 def capture_for(model: ServedModel, device: torch.device, enforce_eager: bool) -> Capture | None:
     """What captures a model's graphs on a device; None: its steps run without.
 
-    Left out are CPUs, slices of tensor parallelism, whose sums are collectives, and models whose
-    layers ask the device what to do: experts, and rotary frequencies that follow the length.
+    Left out are CPUs, and slices of tensor parallelism, whose sums are collectives. Models whose
+    layers ask the host run without graphs, too: see `RunnableModel.asks_host`.
     """
-    config = model.config
-    rotary = str(getattr(config, "rope_parameters", None))
-    asks = expert_count(config) > 0 or "dynamic" in rotary
-    if enforce_eager or device.type != "cuda" or model.tensor_parallel_size > 1 or asks:
+    if enforce_eager or device.type != "cuda" or model.tensor_parallel_size > 1:
         return None
     return CudaCapture(device)

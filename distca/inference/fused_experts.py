@@ -23,17 +23,32 @@ _SORTS = "grouped_mm"
 """Name of transformers' way to compute experts that sorts rows by them, as we do."""
 
 
-def fuse_experts(model: PreTrainedModel, kernels: ExpertKernels) -> None:
+def fuse_experts(model: PreTrainedModel, kernels: ExpertKernels) -> bool:
     """Lets the experts of a model call fused kernels. Others stay as they are.
 
     Covered are modules of transformers 5 whose products are one call of torch, which 2.10 has.
+
+    Returns:
+        Whether all experts of the model call them.
     """
     multiply = getattr(torch.nn.functional, "grouped_mm", None)
+    experts = [each for each in model.modules() if type(each).__name__.endswith("Experts")]
+    covered = [each for each in experts if type(each).__name__ in _CLASSES and _is_covered(each)]
     if multiply is None:
-        return
-    for module in model.modules():
-        if type(module).__name__ in _CLASSES and _is_covered(module):
-            module.forward = types.MethodType(_forward(module, kernels, multiply), module)
+        return not experts
+    for module in covered:
+        module.forward = types.MethodType(_forward(module, kernels, multiply), module)
+    return len(covered) == len(experts)
+
+
+def products_ask_host(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tells whether torch's products of experts' matrices wait for the host to read their sizes.
+
+    Its kernels that read the sizes on the GPU are for bfloat16 and for compute capabilities 9 and
+    10. Otherwise it copies the sizes to the host, which no CUDA graph can hold.
+    """
+    major, _ = torch.cuda.get_device_capability(device)
+    return dtype != torch.bfloat16 or major not in (9, 10)
 
 
 def _is_covered(module: Any) -> bool:

@@ -95,9 +95,11 @@ class ModelRunner:
             tensor_ranks.rank,
         )
         self._graphs: DecodeGraphs | StepGraphs | None = None
-        if capture is not None and steps_are_whole(self._attention, model.shape.head_dim):
+        if capture is None or self._model.asks_host:
+            return
+        if steps_are_whole(self._attention, model.shape.head_dim):
             self._graphs = StepGraphs(self._model, model.windows, self._attention, capture)
-        elif capture is not None:
+        else:
             self._graphs = DecodeGraphs(self._model, model.windows, device, capture)
 
     @property

@@ -17,7 +17,7 @@ from distca.attention.fused import load_expert_kernels, load_fused_kernels
 from distca.checkpoints.weights import Checkpoint
 from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
-from distca.inference.fused_experts import fuse_experts
+from distca.inference.fused_experts import fuse_experts, products_ask_host
 from distca.inference.fused_layers import fuse_layers
 from distca.inference.runnable import RunnableModel
 from distca.inference.tensor_parallel import (
@@ -176,6 +176,11 @@ class ServedModel:
         return "those of transformers' code"
 
     @property
+    def frequencies_ask_host(self) -> bool:
+        """Whether rotary frequencies follow the longest sequence, which the host then reads."""
+        return "dynamic" in str(getattr(self.config, "rope_parameters", None))
+
+    @property
     def quantization(self) -> str:
         """How weights are quantized."""
         return "none"
@@ -243,9 +248,11 @@ class ServedModel:
             of_experts = load_expert_kernels(device.type)
             if kernels is not None:
                 fuse_layers(model, kernels)
-            if of_experts is not None:
-                fuse_experts(model, of_experts)
-            return TransformersModel(model)
+            fused = of_experts is not None and fuse_experts(model, of_experts)
+            asks_host = self.frequencies_ask_host
+            if expert_count(self.config) > 0:
+                asks_host |= not fused or products_ask_host(device, self.dtype)
+            return TransformersModel(model, asks_host)
         return TransformersModel(self.checkpoint.outline(IMPLEMENTATION, self.dtype))
 
 

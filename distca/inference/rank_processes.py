@@ -6,7 +6,6 @@ torchrun starts programs; this starts ranks for a program that goes on by itself
 from __future__ import annotations
 
 import signal
-import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -27,6 +26,7 @@ from distca.inference.outputs import Completion, OnToken
 from distca.inference.sampling import SamplingParams
 from distca.lifetime import start_process
 from distca.runtime import Trace
+from distca.scratch import ScratchFolder
 from distca.timeline import TimelineEvent
 
 _SECONDS_TO_END = 5.0
@@ -58,10 +58,10 @@ class RankProcesses:
                 f"{count} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
                 "CUDA_VISIBLE_DEVICES= to run on CPUs"
             )
-        self._folder = tempfile.TemporaryDirectory(prefix="distca-ranks-")
+        self._folder = ScratchFolder("distca-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        store = str(Path(self._folder.name) / "store")
+        store = str(self._folder.path / "store")
         try:
             for rank in range(count):
                 ours, theirs = Pipe()
@@ -160,7 +160,7 @@ class RankProcesses:
         for process in self._processes:
             process.kill()
         # First of all: a signal ends this process soon.
-        self._folder.cleanup()
+        self._folder.remove()
         self._kill()
         for pipe in self._pipes:
             pipe.close()

@@ -42,6 +42,11 @@ class RunnableModel(Protocol):
         """The factor of each layer's scores."""
         ...
 
+    @property
+    def asks_host(self) -> bool:
+        """Whether layers wait for the host inside a step, which no CUDA graph can hold."""
+        ...
+
     def logits(
         self,
         ids: torch.Tensor,

@@ -33,14 +33,16 @@ class TransformersModel:
 
     Args:
         module: model of transformers, made for the attention `IMPLEMENTATION`.
+        asks_host: see `RunnableModel.asks_host`.
 
     Attributes:
         module: the model.
+        asks_host: see `RunnableModel.asks_host`.
         scales: the factor of each layer's scores.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
-        self.module = module
+    def __init__(self, module: PreTrainedModel, asks_host: bool = True) -> None:
+        self.module, self.asks_host = module, asks_host
         scales = {
             int(each.layer_idx): float(each.scaling)
             for each in module.modules()

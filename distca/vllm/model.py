@@ -28,7 +28,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from distca.cost.volume import AttentionShape
-from distca.inference.models import ServedModel
+from distca.inference.models import ServedModel, expert_count
 from distca.inference.runnable import LayerAttention, RunnableModel
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.prefill.facts import NOT_QUANTIZED, frequencies_of_vllm
@@ -115,7 +115,8 @@ class VllmModel(ServedModel):
                 backend=dist.get_backend(),
             )
             parallel_state.ensure_model_parallel_initialized(ranks.size, 1)
-            return _Runnable(get_model(vllm_config=config), config)
+            asks_host = self.frequencies_ask_host or expert_count(self.config) > 0
+            return _Runnable(get_model(vllm_config=config), config, asks_host)
 
 
 def read_vllm_model(
@@ -276,14 +277,16 @@ class _Runnable:
     Args:
         module: model of vLLM, with its weights.
         config: vLLM's configuration.
+        asks_host: see `RunnableModel.asks_host`.
 
     Attributes:
         module: the model.
+        asks_host: see `RunnableModel.asks_host`.
         scales: the factor of each layer's scores.
     """
 
-    def __init__(self, module: Any, config: VllmConfig) -> None:
-        self.module, self._config = module, config
+    def __init__(self, module: Any, config: VllmConfig, asks_host: bool) -> None:
+        self.module, self._config, self.asks_host = module, config, asks_host
         layers = _layers(config)
         self.scales: Sequence[float] = [float(layers[n].impl.scale) for n in range(len(layers))]
         self._attention: LayerAttention | None = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distca.attention.fused import ExpertKernels, FusedKernels
-from distca.inference.fused_experts import fuse_experts
+from distca.inference.fused_experts import fuse_experts, products_ask_host
 from distca.inference.fused_layers import fuse_layers
 from support.simgpu import fused, fused_experts
 from support.small_models import FAMILIES, SIZES, VOCABULARY
@@ -76,6 +76,46 @@ def test_logits_have_the_bits_of_transformers(family: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"experts_implementation": "eager"}])
 def test_experts_that_are_not_covered_are_left_to_transformers(change: dict[str, str]) -> None:
     assert "sort_rows" not in launches_of(model_of("qwen3_moe", torch.float32, **change))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "all_call"),
+    [
+        ("qwen3_moe", {}, True),
+        ("gpt_oss", {}, True),
+        ("llama", {}, True),
+        ("qwen3_moe", {"experts_implementation": "eager"}, False),
+    ],
+)
+def test_whether_all_experts_call_the_kernels(
+    family: str, changes: dict[str, str], all_call: bool
+) -> None:
+    model = model_of(family, torch.float32, **changes)
+    assert fuse_experts(model, Counted().of_experts) is all_call
+
+
+def test_one_layer_of_other_experts_is_enough_to_say_so() -> None:
+    model = model_of("qwen3_moe", torch.float32)
+    experts = model.model.layers[1].mlp.experts
+    experts.__class__ = type("OtherExperts", (type(experts),), {})
+    assert not fuse_experts(model, Counted().of_experts)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "asks"),
+    [
+        ((9, 0), torch.bfloat16, False),
+        ((10, 0), torch.bfloat16, False),
+        ((9, 0), torch.float16, True),
+        ((8, 0), torch.bfloat16, True),
+        ((12, 0), torch.bfloat16, True),
+    ],
+)
+def test_sizes_of_grouped_products_are_read_on_some_gpus(
+    capability: tuple[int, int], dtype: torch.dtype, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert products_ask_host(torch.device("cuda", 0), dtype) is asks
 
 
 def test_heads_that_are_rotated_in_part_are_left_to_transformers() -> None:

@@ -20,6 +20,7 @@ JOB_OF = {
     "distca/inference/step_graphs.py": "alone",
     "distca/inference/": "answers",
     "distca/attention/pinned.py": "answers",
+    "distca/attention/fused/experts.py": "experts",
     "distca/attention/": "training",
     "distca/runtime/serving/": "answers",
     "distca/runtime/": "training",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -35,9 +34,11 @@ from distca.commands.verify.stage import (
 )
 from distca.commands.verify.stages import STAGES
 from distca.lifetime import start_process
+from distca.scratch import ScratchFolder
 from distca.torchrun import read_torchrun
 
 _TIMEOUT = timedelta(minutes=10)
+_SCRATCH = "distca-verify-"
 _FURTHER_FAILURES = 1.0
 """Seconds in which other ranks may tell that they failed, too."""
 _KILLED = "it was killed: is there memory left?"
@@ -163,8 +164,8 @@ def verify_under_torchrun(
         tell: function that takes lines, on rank 0 and on a rank that fails.
         note: function that takes the lines of other ranks, until they fail.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        context = join_ranks(0, 0, None, Path(folder))
+    with ScratchFolder(_SCRATCH) as folder:
+        context = join_ranks(0, 0, None, folder)
 
         def fail(line: Line) -> None:
             try:
@@ -196,7 +197,7 @@ def verify_machine(ranks: int, names: Sequence[str], output: Path | None, tell: 
     """
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    with tempfile.TemporaryDirectory(prefix="distca-verify-") as folder:
+    with ScratchFolder(_SCRATCH) as folder:
         try:
             for rank in range(ranks):
                 ours, theirs = Pipe()
@@ -211,12 +212,12 @@ def verify_machine(ranks: int, names: Sequence[str], output: Path | None, tell: 
 
 
 def _serve(
-    rank: int, size: int, names: Sequence[str], output: Path | None, folder: str, pipe: Connection
+    rank: int, size: int, names: Sequence[str], output: Path | None, folder: Path, pipe: Connection
 ) -> None:
     """Runs a rank of `verify_machine`: the main function of its process."""
-    own = Path(folder) / f"rank {rank}"
+    own = folder / f"rank {rank}"
     own.mkdir()
-    context = join_ranks(rank, size, str(Path(folder) / "store"), own)
+    context = join_ranks(rank, size, str(folder / "store"), own)
 
     def fail(line: Line) -> None:
         pipe.send(line)

@@ -133,11 +133,11 @@ BLOCKERS = {
     ),
     "layers with experts are captured, and ask the device what to do": Blocker(
         "experts",
-        GRAPHS,
-        'expert_count(config) > 0 or "dynamic" in rotary',
-        '"dynamic" in rotary',
+        "distca/inference/models.py",
+        "asks_host |= not fused or products_ask_host(device, self.dtype)",
+        "pass",
         "not permitted when stream is capturing",
-        # By default transformers multiplies by all experts at once, which asks the device nothing.
+        # By default all experts' matrices are multiplied at once, which asks the device nothing.
         (
             (
                 "distca/checkpoints/weights.py",
