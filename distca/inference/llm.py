@@ -11,9 +11,12 @@ an iteration brought: tokens, log-probabilities and counts.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import hashlib
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -167,8 +170,23 @@ class LLM:
         # Answers that this process ends with the iteration under way, or the next.
         self._aborts: set[int] = set()
         self._answering = False
+        self._failed = False
         self._lock = threading.Lock()
         self.bytes_planned = 0
+        leave = weakref.WeakMethod(self._leave)
+        atexit.register(lambda: (there := leave()) and there())
+
+    def _leave(self) -> None:
+        """Ends the threads of process groups, before the interpreter ends.
+
+        Gloo's threads may still hold tensors of the last exchange. If they let go of them while the
+        interpreter ends, it aborts. Not after a failure: threads may then wait for a dead process.
+        """
+        if not self._failed:
+            # Groups, and with them their threads, end with the last reference.
+            del self._worker, self._engine
+            gc.collect()
+            self._processes.leave()
 
     @property
     def engine(self) -> Engine:
@@ -297,6 +315,7 @@ class LLM:
         try:
             return self._answer(requests, on_token)
         except BaseException:
+            self._failed = True
             # The next call uses the same numbers.
             for request in requests:
                 self._engine.abort(request.number)

@@ -30,6 +30,7 @@ class Processes:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._made = not dist.is_initialized()
         self.device = _join(config)
         self.count = dist.get_world_size()
         # What processes tell each other lies on the host.
@@ -67,6 +68,12 @@ class Processes:
         if self.count > 1:
             dist.all_reduce(numbers, by, group=self._group)
         return numbers
+
+    def leave(self) -> None:
+        """Destroys the process groups, if they were made here. Others of them end likewise."""
+        self._group = None
+        if self._made and dist.is_initialized():
+            dist.destroy_process_group()
 
     def wait_for_all(self) -> None:
         """Waits until all processes are here."""

@@ -49,6 +49,34 @@ def run(file: Path, *launcher: str) -> str:
     return done.stdout
 
 
+THREADS = """
+import atexit
+import sys
+from pathlib import Path
+
+
+def count():
+    names = [(each / "comm").read_text().strip() for each in Path("/proc/self/task").iterdir()]
+    sys.stdout.write(f"{names.count('pt_gloo_runloop')} threads\\n")
+    sys.stdout.flush()
+
+
+# The first that is registered runs last.
+atexit.register(count)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_threads_of_exchanges_end_before_the_interpreter(tmp_path: Path, ranks: int) -> None:
+    """Else it aborts if one of them lets go of a tensor of Python's meanwhile."""
+    folder = save_small_model("llama", tmp_path)
+    file = tmp_path / "program.py"
+    file.write_text(f"{THREADS}\n{program(folder, ranks)}\ncount()\n")
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)
+    found = re.findall(r"(\d+) threads", run(file, *(torchrun if ranks > 1 else ())))
+    assert found.count("0") == ranks == len(found) - ranks, found
+
+
 def test_the_guide_s_program_answers_alike_alone_and_under_torchrun(tmp_path: Path) -> None:
     folder = save_small_model("llama", tmp_path)
     for ranks in (1, 2):
