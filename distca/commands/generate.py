@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from distca.commands.chosen_sparsity import add_calibration_flags
-from distca.commands.command_line import Parser
+from distca.commands.command_line import Parser, write_on
 from distca.commands.described import add_selection_flags
 from distca.commands.engine_flags import (
     add_block_size_flag,
@@ -237,7 +237,9 @@ def main(argv: Sequence[str]) -> int:
     )
     stops: frozenset[int] | None = frozenset() if args.ignore_eos else None
     sampling = SamplingParams(most, args.temperature, args.seed, stops, args.top_k, args.top_p)
-    shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
+    # A difference counts, whether or not somebody reads the answers.
+    write = write_on if args.check else _write
+    shown = _Shown(tokenizer, args.json or len(work) > 1, write)
     begin = time.perf_counter()
     try:
         with RankProcesses(config, records=args.trace is not None) as processes:
@@ -271,11 +273,11 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(work, Conversations):
         rows = [place | row for place, row in zip(work.places, rows, strict=True)]
     if args.json:
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        write(json.dumps(rows, indent=2) + "\n")
     else:
         shown.answers(rows)
         tokens = sum(len(answer.token_ids) for answer in answers)
-        sys.stdout.write(
+        write(
             f"{tokens} tokens on {counted(config.parallel.world_size, 'rank')}, "
             f"{tokens / seconds:.1f} "
             f"tokens/s; first token after {max(r['ttft_seconds'] for r in rows):.3f} s; "
@@ -285,8 +287,13 @@ def main(argv: Sequence[str]) -> int:
     if not args.check:
         return 0
     found = compare(model, done, args.temperature == 0)
-    (sys.stderr if args.json else sys.stdout).write(f"{found.line}\n")
+    (sys.stderr.write if args.json else write)(f"{found.line}\n")
     return 0 if found.holds else 1
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _tokens_of(texts: Sequence[str], tokenizer: Any, model: str) -> list[list[int]]:
@@ -312,10 +319,11 @@ class _Shown:
     Args:
         tokenizer: tokenizer of the model; None: token ids are shown.
         quiet: whether nothing streams.
+        write: function that writes to the terminal.
     """
 
-    def __init__(self, tokenizer: Any, quiet: bool) -> None:
-        self._tokenizer, self._quiet = tokenizer, quiet
+    def __init__(self, tokenizer: Any, quiet: bool, write: Callable[[str], object]) -> None:
+        self._tokenizer, self._quiet, self._to = tokenizer, quiet, write
         self._ids: list[int] = []
         self._written = 0
 
@@ -332,15 +340,14 @@ class _Shown:
         """Ends the line of a streamed answer, whole or not."""
         if self._ids:
             self._write(self._text(self._ids))
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            self._to("\n")
 
     def answers(self, rows: Sequence[dict[str, Any]]) -> None:
         """Writes the answers that were not streamed."""
         if not self._quiet:
             return
         for number, row in enumerate(rows):
-            sys.stdout.write(f"[{number}] {self._text(row['token_ids'])}\n")
+            self._to(f"[{number}] {self._text(row['token_ids'])}\n")
 
     def _text(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -348,8 +355,7 @@ class _Shown:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text[self._written :])
-        sys.stdout.flush()
+        self._to(text[self._written :])
         self._written = len(text)
 
 

@@ -58,3 +58,24 @@ Others:
 
 `distca/simulate/requests` runs the same scheduler, and predicts how long iterations take.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distca.inference.llm import LLM, configure
+    from distca.inference.models import read_model
+    from distca.inference.sampling import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "configure", "read_model"]
+
+_MODULES = {"LLM": "llm", "SamplingParams": "sampling", "configure": "llm", "read_model": "models"}
+
+
+def __getattr__(name: str) -> object:
+    """Imports what is exported when it is first used: most modules here need less than all."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -30,7 +30,7 @@ from distca.inference.finite import NotFiniteError
 from distca.inference.messages import AddRequest, Iteration, ModelOutput, Output, SampledToken
 from distca.inference.models import ServedModel
 from distca.inference.outputs import Completion, OnToken, RequestOutput
-from distca.inference.pool_size import check_stripe
+from distca.inference.pool_size import bytes_of_block, check_stripe
 from distca.inference.processes import Processes
 from distca.inference.profiled_room import agreed_room
 from distca.inference.prompts import check_tokens, whole_numbers
@@ -112,6 +112,12 @@ def configure(
         raise ValueError(f"gpu_utilization={gpu_utilization}: give a part of 1, such as 0.9")
     if not step_timeout > 0:
         raise ValueError(f"step_timeout={step_timeout}: give more than 0 seconds")
+    one = bytes_of_block(model, block_size)
+    if cache_bytes is not None and cache_bytes < one:
+        raise ValueError(
+            f"cache_bytes={cache_bytes:,} is less than a block of {block_size} tokens, which takes "
+            f"{one:,}: give more, or lower block_size"
+        )
     stripe = stripe or block_size
     check_stripe(stripe, block_size)
     ranks = context_parallel_size + attention_servers

@@ -29,11 +29,20 @@ def agreed_room(worker: Worker, config: EngineConfig, processes: Processes) -> i
         worker: this process's, without any sequence.
         config: configuration of the engine.
         processes: this process among the others.
+
+    Raises:
+        ValueError: a rank has no room for a block.
     """
     needed = 0
     if config.cache.nbytes is None:
         needed = _most_needed(worker, config, processes)
-    return int(processes.reduce(torch.tensor(worker.room(needed)), dist.ReduceOp.MIN))
+    blocks = int(processes.reduce(torch.tensor(worker.room(needed)), dist.ReduceOp.MIN))
+    if blocks < 1:
+        raise ValueError(
+            "weights and the largest step leave a rank no memory for a block of keys and values: "
+            "use more ranks, feed fewer tokens at a time, or let them fill more of a GPU's memory"
+        )
+    return blocks
 
 
 def _most_needed(worker: Worker, config: EngineConfig, processes: Processes) -> int:

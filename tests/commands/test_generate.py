@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -232,3 +234,28 @@ def test_a_tokenizer_without_tokens_is_named(command, model: str, monkeypatch) -
     assert "prompt 0 becomes no token, so the tokenizer of" in command.refused(
         model, "--prompt", "a"
     )
+
+
+_DIFFERS = """
+import sys
+from distca.commands.main import main
+from distca.inference import verify
+
+
+class Differs:
+    line, holds = "tokens the same: 0 of 4", False
+
+
+verify.compare = lambda *_: Differs()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("flags", [["--prompt", "Hello"], ["--prompt", "a", "--json"]])
+def test_a_difference_counts_though_nobody_reads_the_answers(model: str, flags: list[str]) -> None:
+    command = [sys.executable, "-c", _DIFFERS, "generate", model, *flags, "--check"]
+    command += ["--max-tokens", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.close()
+        assert started.wait(120) == 1, started.stderr.read() if started.stderr else ""

@@ -127,7 +127,7 @@ BLOCKS = {
     "--seq-length was 1024, now 512": "test_the_message_of_another_length",
     "--": "test_flags_in_blocks",
     "from megatron_patches.megatron_lm import": "test_megatron_lm.py",
-    "import torch\n    from distca.inference.llm import": "test_llm.py runs it",
+    "import torch\n    from distca.inference import": "test_llm.py runs it",
     "from distca.library import": "support/library_loops.py makes these calls",
     "pretrain = with_distca(pretrain, documents": "test_megatron_lm.py",
     '{"messages": [': "test_the_lines_of_conversations",

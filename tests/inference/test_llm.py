@@ -314,6 +314,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
         ({"context_parallel_size": 0}, "context_parallel_size=0: give at least 1"),
         ({"block_size": 0}, "block_size=0: give at least 1"),
         ({"cache_bytes": 0}, "cache_bytes=0: give at least 1"),
+        ({"cache_bytes": 5}, "cache_bytes=5 is less than a block of 16 tokens, which takes"),
         ({"gpu_utilization": 9}, "gpu_utilization=9: give a part of 1"),
         ({"step_timeout": -1.0}, "step_timeout=-1.0: give more than 0 seconds"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from distca.inference.pool_size import (
     check_room,
     ranks_needed,
 )
+from distca.inference.profiled_room import agreed_room
 from distca.inference.sampling import SamplingParams
 from distca.schedule.serving.partitions import Chain
 from support.small_models import save_small_model
@@ -69,3 +71,14 @@ def test_a_prompt_without_room_is_refused(model) -> None:
         check_room(model, 33, 5, 3, SIZE, 3 * one)
     with pytest.raises(ValueError, match="less than a block of 4 tokens"):
         check_room(model, 33, 5, 3, SIZE, one - 1)
+
+
+def test_ranks_without_room_for_a_block_say_so() -> None:
+    worker = mock.Mock(**{"room.return_value": 3})
+    processes = mock.Mock(reduce=lambda numbers, by: numbers)
+    config = mock.Mock(**{"cache.nbytes": 100})
+    assert agreed_room(worker, config, processes) == 3
+    # Another rank has less.
+    processes.reduce = lambda numbers, by: numbers.clamp(max=0)
+    with pytest.raises(ValueError, match="leave a rank no memory for a block"):
+        agreed_room(worker, config, processes)
