@@ -12,6 +12,8 @@ until the file or its code changes (`--mutants 0` only makes it). `--near` asks 
 lie as the mutated code does and import it, `--tests FILE...` those that it names. A mutant runs
 against the tests of its line, quick ones and those of the same folder first, for at most
 `--seconds` (240). A test that hangs has noticed it; one that also fails without the mutant has not.
+pytest runs in forks of a process that has imported torch and transformers, but nothing of the
+project.
 
 Results are kept in a session of cosmic-ray, whose path is printed last: an interrupted run
 continues, `--again` repeats survivors, and `cr-report`, `cr-html` and `cr-rate` read it. `--jobs`

@@ -50,10 +50,15 @@ class Copy:
         unset = ["-u", "PYTEST_CURRENT_TEST", "-u", "COVERAGE_PROCESS_START"]
         return ["env", *unset, "-C", str(self.root), *settings, sys.executable, *arguments]
 
-    def end_processes(self) -> None:
-        """Kills what was started in the copy and still runs, in whichever session."""
+    def end_processes(self, but: int | None = None) -> None:
+        """Kills what was started in the copy and still runs, in whichever session.
+
+        Args:
+            but: number of a process that is left alone.
+        """
         for _ in range(20):
-            running = [process for process in psutil.process_iter() if self._started(process)]
+            every = (process for process in psutil.process_iter() if process.pid != but)
+            running = [process for process in every if self._started(process)]
             for process in running:
                 with contextlib.suppress(psutil.Error):
                     process.kill()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import queue
 import re
-import shlex
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-import attrs
-from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.mutating import use_mutation
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-from mutation.copies import Copy, copied, files_of
+from mutation.copies import copied, files_of
 from mutation.covering import Asked
+from mutation.warm import Warm
 
 _SETTLING_SECONDS = 60.0
 """What starting pytest may take on a busy machine."""
@@ -44,23 +44,22 @@ def run(
     Yields:
         Each mutant with its result, as it comes.
     """
-    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    free: queue.SimpleQueue[tuple[Path, Warm]] = queue.SimpleQueue()
 
     def work(item: WorkItem) -> WorkResult:
         (mutation,) = item.mutations
-        copy = free.get()
+        copy, warm = free.get()
         try:
             found = tests(str(mutation.module_path), mutation.start_pos[0])
-            return _run(item, found, seconds, copy)
+            return _run(item, found, seconds, copy, warm)
         finally:
-            copy.end_processes()
-            free.put(copy)
+            free.put((copy, warm))
 
     with ExitStack() as stack:
         files = files_of(root)
         copies = [stack.enter_context(copied(root, files)) for _ in items[:jobs]]
         for copy in copies:
-            free.put(copy)
+            free.put((copy.root, stack.enter_context(closing(Warm(copy)))))
         pool = stack.enter_context(ThreadPoolExecutor(max(1, len(copies))))
         running = {pool.submit(work, item): item for item in items}
         try:
@@ -81,48 +80,46 @@ def choose(found: Sequence[Asked], seconds: float) -> list[Asked]:
     return chosen
 
 
-def _run(item: WorkItem, found: list[Asked], seconds: float, copy: Copy) -> WorkResult:
+def _run(item: WorkItem, found: list[Asked], seconds: float, copy: Path, warm: Warm) -> WorkResult:
     (mutation,) = item.mutations
     chosen = choose(found, seconds)
-    there = attrs.evolve(mutation, module_path=copy.root / mutation.module_path)
-    command = pytest_command(chosen, copy) if chosen else ["true"]
     limit = _SETTLING_SECONDS + _SLOWER * sum(asked.seconds for asked in chosen)
-    result = mutate_and_test([there], shlex.join(_apart(command, copy)), limit)
-    if result.worker_outcome != WorkerOutcome.NORMAL:
-        raise RuntimeError(f"{item.job_id}: {result.output}")
-    diff = str(result.diff).replace(f"{copy.root}/", "")
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    there, code, printed = copy / mutation.module_path, 0, ""
+    with use_mutation(there, operator, mutation.occurrence) as (before, after):
+        if after is None:
+            raise RuntimeError(f"{item.job_id}: there is no such place")
+        if chosen:
+            code, printed = warm.run(pytest_arguments(chosen), limit)
+    outcome = TestOutcome.SURVIVED
     if not chosen:
         why = "no test runs this line"
-    elif result.test_outcome == TestOutcome.SURVIVED:
+    elif code == 0:
         why = f"tests of {len(chosen)} of {len(found)} files that run this line passed:\n"
         why += "\n".join(name for asked in chosen for name in asked.names)
-    elif result.output and (late := _fails_without(result.output, chosen, copy, limit)):
-        return WorkResult(
-            WorkerOutcome.NORMAL,
-            f"only {late} failed, and it fails without the mutant as well",
-            TestOutcome.SURVIVED,
-            diff,
-        )
+    elif code is None:
+        why, outcome = "timeout", TestOutcome.KILLED
+    elif late := _fails_without(printed, chosen, warm, limit):
+        why = f"only {late} failed, and it fails without the mutant as well"
     else:
-        why = result.output
-    return attrs.evolve(result, output=why, diff=diff)
+        why, outcome = printed, TestOutcome.KILLED
+    diff = _diff(str(mutation.module_path), before, after)
+    return WorkResult(WorkerOutcome.NORMAL, why, outcome, diff)
 
 
-def pytest_command(chosen: Sequence[Asked], copy: Copy) -> list[str]:
-    """Returns the command that runs tests until one fails."""
+def _diff(path: str, before: str, after: str) -> str:
+    sources = before.splitlines(), after.splitlines()
+    return "\n".join(difflib.unified_diff(*sources, f"a/{path}", f"b/{path}", lineterm=""))
+
+
+def pytest_arguments(chosen: Sequence[Asked]) -> list[str]:
+    """Returns the arguments with which pytest runs tests until one fails."""
     failing = [f"--deselect={name}" for asked in chosen for name in asked.failing]
     names = [name for asked in chosen for name in asked.names]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
-    return copy.command("-m", "pytest", *options, *failing, *names)
+    return ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE", *failing, *names]
 
 
-def _apart(command: list[str], copy: Copy) -> list[str]:
-    """Keeps cosmic-ray's pipe, which it reads to the end, from processes that outlive pytest."""
-    script = f'{shlex.join(command)} >"$0" 2>&1; status=$?; cat "$0"; exit $status'
-    return ["bash", "-c", script, str(copy.root.parent / "printed")]
-
-
-def _fails_without(printed: str, chosen: Sequence[Asked], copy: Copy, limit: float) -> str | None:
+def _fails_without(printed: str, chosen: Sequence[Asked], warm: Warm, limit: float) -> str | None:
     """Runs the test that failed without the mutant: on a busy machine it may have been late."""
     failed = _FAILED.search(printed)
     if failed is None:
@@ -130,9 +127,5 @@ def _fails_without(printed: str, chosen: Sequence[Asked], copy: Copy, limit: flo
     file = failed[1].partition("::")[0]
     if any(each.names[0].partition("::")[0] == file and each.is_quick for each in chosen):
         return None
-    again = pytest_command([Asked((failed[1],), (), 0.0)], copy)
-    try:
-        done = subprocess.run(again, stdout=subprocess.DEVNULL, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return failed[1]
-    return failed[1] if done.returncode else None
+    code, _ = warm.run(pytest_arguments([Asked((failed[1],), (), 0.0)]), limit)
+    return None if code == 0 else failed[1]

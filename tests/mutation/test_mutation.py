@@ -18,8 +18,9 @@ from mutation.copies import copied, files_of
 from mutation.covering import Asked, Covering, in_order
 from mutation.explained import Explained, outdated, read_explained, report
 from mutation.near import near_tests
-from mutation.running import choose, run
+from mutation.running import choose, pytest_arguments, run
 from mutation.sampling import sample, without_effect
+from mutation.warm import Warm
 
 ROOMS = "distca/rooms.py"
 TESTS = "tests/rooms/test_rooms.py"
@@ -230,6 +231,12 @@ def test_the_nearest_are_chosen_as_long_as_they_fit_and_at_least_one():
     assert choose([], 9) == []
 
 
+@pytest.fixture
+def _imports_little(monkeypatch):
+    """Lets the processes that fork import pytest alone; nothing here needs torch."""
+    monkeypatch.setattr(running, "Warm", lambda copy: Warm(copy, ["pytest"]))
+
+
 def mutants(root, operators: dict[int, str]):
     """Mutants of a line and an operator each."""
     found = [item for seed in range(9) for item in sample(root, [ROOMS], seed)]
@@ -242,6 +249,7 @@ def mutants(root, operators: dict[int, str]):
         )
 
 
+@pytest.mark.usefixtures("_imports_little")
 def test_mutants_are_caught_survive_or_are_not_covered(root, covering):
     wanted = {4: "NumberReplacer", 10: "ReplaceAndWithOr", 13: "NumberReplacer"}
     items = list(mutants(root, wanted))
@@ -258,7 +266,8 @@ def test_mutants_are_caught_survive_or_are_not_covered(root, covering):
     assert (root / ROOMS).read_text() == FILES[ROOMS]
 
 
-def test_a_test_that_fails_without_the_mutant_has_not_caught_it(root, monkeypatch):
+@pytest.mark.usefixtures("_imports_little")
+def test_a_test_that_fails_without_the_mutant_has_not_caught_it(root):
     failing = Asked((f"{TESTS}::test_fails",), (), 9.0)
     items = list(mutants(root, {13: "NumberReplacer"}))
     ((_, result),) = run(items, root, lambda path, line: [failing], 240, 1)
@@ -382,16 +391,50 @@ def test_what_cannot_run_is_refused(root, capsys, wrong):
     assert wrong[-1] in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_imports_little")
 def test_what_hangs_is_ended_with_all_that_it_started(root, tmp_path, monkeypatch):
     child = f"import os; os.setsid(); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
-    hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r} + "
+    hangs = (
+        f"import subprocess, sys\ndef test(): subprocess.run([sys.executable, '-c', {child!r} + "
+    )
     hangs += "'; import time; time.sleep(60)'])"
     monkeypatch.setattr(running, "_SETTLING_SECONDS", 3.0)
-    monkeypatch.setattr(running, "pytest_command", lambda _, copy: copy.command("-c", hangs))
-    items = list(mutants(root, {13: "NumberReplacer"}))
-    ((_, result),) = run(items, root, lambda path, line: [Asked(("a",), (), 0.0)], 240, 1)
-    assert (result.is_killed, result.output) == (True, "timeout")
+    (root / "tests/test_hangs.py").write_text(hangs)
+    items = list(mutants(root, {13: "NumberReplacer", 4: "NumberReplacer"}))
+    names = {13: "tests/test_hangs.py", 4: "tests/test_doors.py"}
+    ran = run(items, root, lambda path, line: [Asked((names[line],), (), 0.0)], 240, 1)
+    hanging, doors = (result for _, result in ran)
+    (root / "tests/test_hangs.py").unlink()
+    assert (hanging.is_killed, hanging.output) == (True, "timeout")
     pid = int((tmp_path / "pid").read_text())
     with contextlib.suppress(psutil.NoSuchProcess):
         # Nobody may have waited for the dead.
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    # What comes next runs.
+    assert "test_doors.py::test_doors" in doors.output
+
+
+CHANGES = {
+    "nothing": ("", ""),
+    "what is made as a module is imported": ("DOORS = 4", "DOORS = 5"),
+    "what other processes import": ("width * length", "width + length"),
+    "an operator": ("a and 3", "a or 3"),
+    "the module's syntax": ("DOORS = 4", "DOORS ="),
+    "nothing, after changes": ("", ""),
+}
+
+
+def test_a_fork_decides_as_a_fresh_process(root):
+    arguments = pytest_arguments([Asked((TESTS, "tests/test_doors.py"), (), 0.0)])
+    arguments.remove("-x")
+    alike = {}
+    with copied(root, files_of(root)) as copy, contextlib.closing(Warm(copy, ["pytest"])) as warm:
+        fresh = copy.command("-m", "pytest", *arguments)
+        for what, (was, becomes) in CHANGES.items():
+            (copy.root / ROOMS).write_text(FILES[ROOMS].replace(was, becomes))
+            done = subprocess.run(fresh, stdout=subprocess.PIPE, text=True)
+            first, second = (done.returncode, done.stdout), warm.run(arguments, 60)
+            failed = [running._FAILED.findall(printed) for _, printed in (first, second)]
+            assert (first[0], failed[0]) == (second[0], failed[1]), what
+            alike[what] = len(failed[0])
+    assert [*alike.values()] == [1, 2, 3, 1, 2, 1]
