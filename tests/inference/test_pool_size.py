@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+from distca.inference import profiled_room
 from distca.inference.engine import Engine
 from distca.inference.llm import configure
 from distca.inference.messages import AddRequest, ModelOutput, SampledToken
@@ -82,3 +84,23 @@ def test_ranks_without_room_for_a_block_say_so() -> None:
     processes.reduce = lambda numbers, by: numbers.clamp(max=0)
     with pytest.raises(ValueError, match="leave a rank no memory for a block"):
         agreed_room(worker, config, processes)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(20, [20]), (200, [62, 62, 62]), (5, [5])])
+def test_the_longest_steps_that_there_are_say_how_much_room_is_left(
+    model, monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[int]
+) -> None:
+    """As many decodes as graphs have rows, and prompts that leave two positions for answers."""
+    made: list[list[int]] = []
+    cuda = "empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"
+    for name in cuda:
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(
+        profiled_room, "_answer", lambda _, engine, lengths, __: made.append(lengths)
+    )
+    config = configure(model, cache_bytes=None, max_num_batched_tokens=tokens, max_num_seqs=5)
+    config = replace(config, model=replace(config.model, positions=64))
+    worker, processes = mock.Mock(block_bytes=1, **{"room.return_value": 7}), mock.Mock()
+    processes.reduce = lambda values, _: values
+    assert agreed_room(worker, config, processes) == 7
+    assert made == [[1] * 5, expected]

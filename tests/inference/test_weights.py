@@ -26,7 +26,8 @@ from support.small_models import VOCABULARY, save_multimodal_model, save_small_m
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 CPU = torch.device("cpu")
-PROMPT = np.random.default_rng(0).integers(3, VOCABULARY, 40).tolist()
+# The first and last tokens of two ranks' slices of the vocabulary, and others.
+PROMPT = [0, 129, 130, 259, *np.random.default_rng(0).integers(3, VOCABULARY, 36).tolist()]
 MODELS = (
     "llama",
     "tied llama",
