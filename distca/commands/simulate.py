@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from distca.commands.described import (
     flag_of,
     model_of,
 )
+from distca.commands.simulate_page import page_of
 from distca.commands.simulate_progress import simulating
 from distca.commands.simulate_report import (
     as_json,
@@ -215,6 +217,13 @@ def build_parser() -> Parser:
         help="Draw the table; the suffix says how (.png, .svg).",
     )
     output.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="Write a page with all figures, bars and a timeline, which a browser shows without a "
+        "network.",
+    )
+    output.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -232,11 +241,11 @@ def main(argv: list[str]) -> int:
     if "--serving" in argv:
         return serving_requests.main(argv)
     parser = build_parser()
-    _run(parser.parse(argv), parser.given(argv))
+    _run(parser.parse(argv), parser.given(argv), f"distca simulate {shlex.join(argv)}")
     return 0
 
 
-def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
+def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> None:
     if args.batches is None:
         args.batches = enough_batches(max(args.sequences, 1))
     for name in (
@@ -281,8 +290,8 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
     parts = _parts(choices, workload, batches[0])
     best = Verdict.of(choices).distca
     # Before the files, so that it is not lost where one of these cannot be written.
+    rows = [as_json(each, workload, best, parts.get(each.system)) for each in choices]
     if args.json:
-        rows = [as_json(each, workload, best, parts.get(each.system)) for each in choices]
         _write(json.dumps(rows, indent=1))
     else:
         table = format_choices(choices, workload, len(batches))
@@ -290,8 +299,18 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
         _write("\n".join([table, *with_parts, *Verdict.of(choices).how_to_train(workload)]))
     if args.plot is not None:
         plot_choices(choices, workload, parts, args.plot)
+    recorded = None
+    if best is not None and best.candidate is not None and (args.trace or args.html):
+        recorded = simulate(best.candidate, workload, batches[0], recording=True)
+    if args.html is not None:
+        text = page_of(command, choices, workload, batches, parts, rows, recorded)
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        args.html.write_text(text)
     if args.trace is not None:
-        _trace(args.trace, workload, batches[0], choices)
+        if recorded is None:
+            raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
+        args.trace.parent.mkdir(parents=True, exist_ok=True)
+        save_trace(args.trace, recorded)
 
 
 def _systems() -> list[str]:
@@ -308,6 +327,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
     """Refuses files that cannot be written, before any work is done for them."""
     check_picture("--plot", args.plot)
     check_output("--trace", args.trace)
+    check_output("--html", args.html)
     if args.trace is not None and not set(DISTCA_SYSTEMS) & set(args.systems):
         raise ValueError(
             f"--trace is of DistCA: add one of {', '.join(DISTCA_SYSTEMS)} to --systems"
@@ -402,14 +422,6 @@ def _check_divides(args: argparse.Namespace, workload: Workload) -> None:
         + (f"Give --gpus {' or '.join(near)}, or other" if near else "Give other")
         + " --sequences, --tensor-model-parallel-sizes or --pipeline-model-parallel-sizes"
     )
-
-
-def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequence[Choice]) -> None:
-    best = Verdict.of(choices).distca
-    if best is None or best.candidate is None:
-        raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_trace(path, simulate(best.candidate, workload, batch, recording=True))
 
 
 def _write(text: str) -> None:

@@ -96,20 +96,17 @@ def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) 
         workload: model, cluster and sizes.
         batches: number of batches that were simulated.
     """
-    cluster = workload.cluster
     verdict = Verdict.of(choices)
     lines = [
         verdict.first_line(workload),
-        f"{counted(workload.gpus, 'GPU')} of {cluster.name}, "
-        f"{counted(workload.sequences, 'sequence')} of {counted(workload.context, 'token')}, "
-        f"{batches} batch(es); simulated, not measured",
+        job_line(workload, batches),
         f"{'':30}{'tokens/s':>11}{'s':>9}{'GB a GPU':>10}{'idle':>7}{'waits':>7}"
         f"  {'DistCA over it':24}configuration",
     ]
     for choice in choices:
         title = f"{TITLES[choice.system]:30}"
         if choice.candidate is None:
-            lines.append(title + _why_not(choice, workload))
+            lines.append(title + why_not(choice, workload))
             continue
         over = "" if verdict.distca is None else str(speed_up(verdict.distca, choice))
         over = "" if choice is verdict.distca else over
@@ -119,22 +116,31 @@ def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) 
             f"{choice.memory_gb:>10.1f}{choice.idle:>7.1%}{choice.exposed:>7.1%}  "
             f"{over:24}{choice.candidate}{plain}"
         )
-    charges = cluster.charges
-    return "\n".join(
-        [
-            *lines,
-            *([RANGES] if batches > 1 and verdict.distca is not None else []),
-            f"A GPU has {cluster.memory_gb:g} GB ({cluster.memory_gb * 1e9 / 2**30:.0f} GiB), of "
-            f"which training may fill {cluster.usable_bytes / 1e9:g} GB.",
-            RATES.format(
-                attention=cluster.attention_tflops,
-                mfu=cluster.linear_mfu,
-                peak=cluster.peak_tflops,
-            ),
-            charged_line(charges) + RING * charges.baseline_copies,
-            MASKS,
-        ]
+    return "\n".join([*lines, *assumptions(workload, batches, verdict)])
+
+
+def job_line(workload: Workload, batches: int) -> str:
+    """Returns what was simulated."""
+    return (
+        f"{counted(workload.gpus, 'GPU')} of {workload.cluster.name}, "
+        f"{counted(workload.sequences, 'sequence')} of {counted(workload.context, 'token')}, "
+        f"{batches} batch(es); simulated, not measured"
     )
+
+
+def assumptions(workload: Workload, batches: int, verdict: Verdict) -> list[str]:
+    """Returns what the figures mean, and what they rest on, a paragraph each."""
+    cluster, charges = workload.cluster, workload.cluster.charges
+    return [
+        *([RANGES] if batches > 1 and verdict.distca is not None else []),
+        f"A GPU has {cluster.memory_gb:g} GB ({cluster.memory_gb * 1e9 / 2**30:.0f} GiB), of "
+        f"which training may fill {cluster.usable_bytes / 1e9:g} GB.",
+        RATES.format(
+            attention=cluster.attention_tflops, mfu=cluster.linear_mfu, peak=cluster.peak_tflops
+        ),
+        charged_line(charges) + RING * charges.baseline_copies,
+        MASKS,
+    ]
 
 
 def format_parts(parts: Mapping[str, Breakdown]) -> str:
@@ -160,8 +166,8 @@ def format_parts(parts: Mapping[str, Breakdown]) -> str:
     return "\n".join(lines)
 
 
-def _why_not(choice: Choice, workload: Workload) -> str:
-    """Why a system has no configuration."""
+def why_not(choice: Choice, workload: Workload) -> str:
+    """Returns why a system has no configuration."""
     if choice.tried:
         return f"out of memory in all {choice.tried} configurations"
     if choice.system in WITHOUT_WINDOWS and not workload.model.sees_all:

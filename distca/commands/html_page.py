@@ -1,0 +1,233 @@
+"""Parts of reports in HTML: one file that loads nothing, for a browser without a network.
+
+Figures are tables, so that screen readers and searches find them. Bars and timelines are drawn
+beside these, and colours are never all that tells two things apart.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from distca.palette import GREY, IN_TURN, PURPLE
+
+COLOURS = (*IN_TURN, GREY, PURPLE)
+"""Colours of what is drawn beside each other, in turn."""
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }
+h1 { font-size: 1.4rem; }
+h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; }
+caption { text-align: left; padding-bottom: .5rem; }
+th, td { padding: .25rem .75rem; text-align: right; vertical-align: top; }
+th { font-weight: 600; }
+th[scope=row], td.text, th.text { text-align: left; }
+tbody tr:nth-child(odd) { background: #8881; }
+tr.best th, tr.best td { font-weight: 700; }
+.bar { background: #0072b2; height: .35rem; margin-left: auto; }
+.parts { display: flex; height: 1.6rem; margin: .2rem 0 .8rem; }
+.parts > div { border-right: 1px solid Canvas; box-sizing: border-box; }
+.swatch { display: inline-block; height: .8rem; width: .8rem; margin-right: .4rem; }
+pre { background: #8882; overflow-x: auto; padding: .75rem; }
+.scroll { overflow-x: auto; border: 1px solid #8886; }
+.scroll:focus { outline: 2px solid #0072b2; }
+svg text { fill: CanvasText; font: 11px system-ui, sans-serif; }
+"""
+_SCRIPT = """
+for (const zoom of document.querySelectorAll("input[data-zooms]")) {
+  const drawing = document.getElementById(zoom.dataset.zooms);
+  zoom.addEventListener("input", () => { drawing.style.width = zoom.value * 100 + "%"; });
+}
+"""
+_ALLOWED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table.
+
+    Attributes:
+        text: what it says.
+        share: length of a bar below the text, from 0 to 1; None: there is no bar.
+        is_text: whether it is words, which begin at the left, rather than a number.
+    """
+
+    text: str
+    share: float | None = None
+    is_text: bool = False
+
+    def __str__(self) -> str:
+        bar = ""
+        if self.share is not None:
+            bar = f'<div class="bar" style="width:{100 * min(self.share, 1.0):.1f}%"></div>'
+        return f"<td{' class=text' * self.is_text}>{html.escape(self.text)}{bar}</td>"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes time, in a timeline.
+
+    Attributes:
+        row: number of the line that it is drawn on.
+        start, end: seconds.
+        name: what it is.
+        kind: what spans of one colour have in common.
+    """
+
+    row: int
+    start: float
+    end: float
+    name: str
+    kind: str
+
+
+def table(
+    caption: str,
+    heads: Sequence[str],
+    rows: Iterable[tuple[str, Sequence[Cell]]],
+    best: str | None = None,
+) -> str:
+    """Returns a table.
+
+    Args:
+        caption: what it shows.
+        heads: titles of its columns, the first that of the rows' names.
+        rows: name and cells of each row.
+        best: name of a row in bold type; None: there is none.
+    """
+    listed = list(rows)
+    words = {at for _, cells in listed for at, cell in enumerate(cells, start=1) if cell.is_text}
+    titles = "".join(
+        f'<th scope="col"{" class=text" * (at in words or at == 0)}>{html.escape(each)}</th>'
+        for at, each in enumerate(heads)
+    )
+    body = "\n".join(
+        f'<tr{" class=best" * (name == best)}><th scope="row">{html.escape(name)}</th>'
+        f"{''.join(map(str, cells))}</tr>"
+        for name, cells in listed
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
+        f"<table>\n<caption>{html.escape(caption)}</caption>\n<thead><tr>{titles}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def stacked_bars(titles: Sequence[str], bars: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Returns bars of parts, one below the other, on one scale; a table should have the numbers.
+
+    Args:
+        titles: names of the parts.
+        bars: name of each bar, and the lengths of its parts, at least 0.
+    """
+    longest = max((sum(parts) for _, parts in bars), default=0.0) or 1.0
+    lines = []
+    for name, parts in bars:
+        drawn = "".join(
+            f'<div style="width:{100 * part / longest:.3f}%;background:{colour}" '
+            f'title="{html.escape(f"{title}: {part:.3f} s")}"></div>'
+            for part, title, colour in zip(parts, titles, COLOURS, strict=False)
+            if part > 0
+        )
+        lines.append(f'<div>{html.escape(name)}</div><div class="parts">{drawn}</div>')
+    return f'<div aria-hidden="true">{"".join(lines)}</div>'
+
+
+def legend_cell(title: str, at: int) -> str:
+    """Returns a swatch of the colour of a part, with its title."""
+    colour = COLOURS[at % len(COLOURS)]
+    return f'<span class="swatch" style="background:{colour}"></span>{html.escape(title)}'
+
+
+def timeline(
+    name: str, rows: Sequence[str], spans: Sequence[Span], seconds: float, height: int = 14
+) -> str:
+    """Returns a timeline that a slider zooms.
+
+    Args:
+        name: what it shows, a word that is its identifier on the page.
+        rows: name of each line.
+        spans: what is drawn, in any order.
+        seconds: the end of the scale.
+        height: pixels of a line.
+    """
+    kinds = list(dict.fromkeys(span.kind for span in spans))
+    colours = {kind: COLOURS[at % len(COLOURS)] for at, kind in enumerate(kinds)}
+    scale = 1000 / (seconds or 1.0)
+    drawn = "".join(
+        f'<rect x="{scale * each.start:.2f}" y="{each.row * (height + 2)}" '
+        f'width="{max(scale * (each.end - each.start), 0.05):.2f}" height="{height}" '
+        f'fill="{colours[each.kind]}"><title>{html.escape(rows[each.row])}: '
+        f"{html.escape(each.name)}, {1e3 * each.start:.3f} to {1e3 * each.end:.3f} ms</title>"
+        "</rect>"
+        for each in spans
+    )
+    tall = len(rows) * (height + 2)
+    labels = "".join(
+        f'<div style="height:{height + 2}px;line-height:{height + 2}px">{html.escape(row)}</div>'
+        for row in rows
+    )
+    key = " &nbsp; ".join(legend_cell(kind, at) for at, kind in enumerate(kinds))
+    return (
+        f"<p>{key}</p>"
+        f'<p><label>Zoom <input type="range" min="1" max="40" value="1" data-zooms="{name}">'
+        "</label></p>"
+        '<div style="display:flex;font-size:11px"><div style="padding-right:.5rem;white-space:'
+        f'nowrap">{labels}</div>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="timeline" style="flex:1">'
+        f'<svg id="{name}" role="img" aria-label="{html.escape(name)}" style="width:100%" '
+        f'height="{tall}" viewBox="0 0 1000 {tall}" preserveAspectRatio="none">{drawn}</svg>'
+        "</div></div>"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """Returns a section of a page."""
+    return f"<section><h2>{html.escape(title)}</h2>\n" + "\n".join(parts) + "\n</section>"
+
+
+def paragraph(text: str) -> str:
+    """Returns a paragraph."""
+    return f"<p>{html.escape(text)}</p>"
+
+
+def shell(text: str) -> str:
+    """Returns lines for a shell."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def page(title: str, answer: str, figures: object, parts: Sequence[str]) -> str:
+    """Returns a whole page.
+
+    Args:
+        title: title of the window.
+        answer: what the page has to say, in one line.
+        figures: all figures, which become JSON in the element `figures`.
+        parts: what stands below the answer.
+    """
+    # "</script>" in a name would end the element.
+    data = json.dumps(figures, indent=1).replace("<", "\\u003c")
+    body = "\n".join(parts)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_ALLOWED}">
+<title>{html.escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>{html.escape(answer)}</h1>
+{body}
+</main>
+<script type="application/json" id="figures">{data}</script>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""

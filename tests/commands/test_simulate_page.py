@@ -1,0 +1,179 @@
+"""`distca simulate --html`: a page with the figures of `--json`, which loads nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca.commands import html_page
+from distca.commands.html_page import Cell, Span
+from distca.commands.main import main
+from distca.commands.simulate_report import PARTS
+from distca.commands.verdict import TITLES
+
+JOB = """
+    --distribution pretrain --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8
+    --kv-heads 4 --head-dim 64 --ffn-hidden-size 1024 --vocab-size 1000 --cluster dgx-a100 --gpus 8
+    --batches 2 --tensor-model-parallel-sizes 1 2 --pipeline-model-parallel-sizes 1 --finalists 2
+    --systems plain cp-p2p wlb-llm tiles
+""".split()
+VOID = {"meta", "input"}
+
+
+class Page(HTMLParser):
+    """A page's elements: fails unless each is closed in turn.
+
+    Attributes:
+        texts: text of elements that hold no other, by their names.
+        rows: texts of the cells of each table's rows, by the table's caption.
+        addresses: what the page would load.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts: dict[str, list[str]] = {}
+        self.rows: dict[str, list[list[str]]] = {}
+        self.addresses: list[str] = []
+        self._open: list[str] = []
+        self._caption = ""
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "tr" and self._caption:
+            self.rows[self._caption].append([])
+        if tag in ("td", "th") and self._caption:
+            self.rows[self._caption][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+        if tag == "table":
+            self._caption = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._open:
+            assert not data.strip()
+            return
+        self.texts.setdefault(self._open[-1], []).append(data)
+        if self._open[-1] == "caption":
+            self._caption = data
+            self.rows[data] = []
+        elif self._caption and "tr" in self._open:
+            self.rows[self._caption][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a job that `JOB` describes, and beside it what `--json` prints."""
+    path = tmp_path_factory.mktemp("pages") / "new" / "report.html"
+    with pytest.MonkeyPatch.context() as patched:
+        printed: list[str] = []
+        patched.setattr("distca.commands.simulate._write", printed.append)
+        assert main(["simulate", *JOB, "--json", "--html", str(path)]) == 0
+    (path.parent / "report.json").write_text(printed[0])
+    return path
+
+
+def test_figures_are_those_of_the_command(written: Path) -> None:
+    page = Page(written.read_text())
+    rows: list[dict[str, Any]] = json.loads((written.parent / "report.json").read_text())
+    (figures,) = (json.loads(each) for each in page.texts["script"] if each.startswith("["))
+    assert figures == rows
+    (systems,) = (its for name, its in page.rows.items() if name.startswith("Each system"))
+    assert [each[0] for each in systems[1:]] == [TITLES[row["system"]] for row in rows]
+    for found, row in zip(systems[1:], rows, strict=True):
+        assert found[1:4] == [
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['seconds']:.3f}",
+            f"{row['memory_gb']:.1f}",
+        ]
+    parts = page.rows["Seconds of the first batch's iteration"]
+    assert [each[0] for each in parts[1:]] == list(PARTS.values())
+    spent = [row["seconds_by_part"] for row in rows if row["seconds_by_part"]]
+    assert len(spent) == 2
+    shown = [[float(each[at]) for each in parts[1:]] for at in (1, 3)]
+    expected = [[max(its[part], 0.0) for part in PARTS] for its in reversed(spent)]
+    assert shown == [pytest.approx(each, abs=5e-4) for each in expected]
+    (documents,) = (its for name, its in page.rows.items() if name.startswith("Core attention"))
+    for column in (2, 3):
+        assert sum(float(each[column][:-1]) for each in documents[1:]) == pytest.approx(100, abs=1)
+
+
+def test_the_answer_and_the_command_stand_on_it(written: Path, capsys) -> None:
+    page = Page(written.read_text())
+    assert main(["simulate", *JOB]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert page.texts["h1"] == [lines[0]]
+    assert lines[1] in page.texts["p"]
+    (command,) = (each for each in page.texts["pre"] if each.startswith("distca simulate"))
+    assert command.endswith(f"--json --html {written}")
+
+
+def test_nothing_is_loaded(written: Path) -> None:
+    text = written.read_text()
+    assert Page(text).addresses == []
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|https?://", text)
+
+
+def test_names_are_no_markup() -> None:
+    nasty = '</script><b>&"'
+    made = html_page.page(
+        nasty,
+        nasty,
+        {"name": nasty},
+        [
+            html_page.section(nasty, html_page.paragraph(nasty), html_page.shell(nasty)),
+            html_page.table(nasty, [nasty, nasty], [(nasty, [Cell(nasty, 0.5)])]),
+            html_page.stacked_bars([nasty], [(nasty, [1.0])]),
+            html_page.timeline("drawn", [nasty], [Span(0, 0.0, 1.0, nasty, nasty)], 1.0),
+        ],
+    )
+    page = Page(made)
+    assert "b" not in page.texts
+    assert page.texts["h1"] == page.texts["h2"] == page.texts["pre"] == [nasty]
+    assert page.rows == {nasty: [[nasty, nasty], [nasty, nasty]]}
+    assert json.loads(page.texts["script"][0]) == {"name": nasty}
+
+
+def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *JOB, "--html", str(tmp_path / "file" / "page.html")])
+    assert ended.value.code == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_browser_shows_it(written: Path, tmp_path: Path) -> None:
+    """Chromium runs the page's script, which zooms, and finds no error in it."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    zooms = """
+    <script>
+    const slider = document.querySelector("input[data-zooms]");
+    slider.value = 5;
+    slider.dispatchEvent(new Event("input"));
+    </script></body>"""
+    (tmp_path / "page.html").write_text(written.read_text().replace("</body>", zooms))
+    quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    command = [browser, "--headless", "--no-sandbox", *quiet.split(), "--disable-component-update"]
+    command += ["--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    address = (tmp_path / "page.html").as_uri()
+    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    svg = re.search(r'<svg id="timeline"[^>]*>', done.stdout)
+    assert svg is not None
+    assert "width: 500%" in svg[0]
+    assert done.stdout.count("<rect") == written.read_text().count("<rect") > 8
