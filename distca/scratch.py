@@ -1,4 +1,4 @@
-"""Folders of temporary files, which do not outlive a process that is killed for long."""
+"""Folders of temporary files. If a process is killed, the next one removes its folder."""
 
 from __future__ import annotations
 

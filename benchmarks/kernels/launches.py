@@ -126,14 +126,16 @@ def main() -> None:
         "# Launches and waits of a step on simulated GPUs",
         "",
         f"`{pages.typed('benchmarks/kernels/launches.py')}`. Counted, not timed: a simulated GPU "
-        "sees torch's own launches and waits, but has no clock. Left of each arrow is the first "
+        "sees torch's own launches and waits, but has no clock. A launch is an operator of torch "
+        "that computes or copies on the device; the replay of a CUDA graph is one. "
+        "Left of each arrow is the first "
         f"count that was kept (training since commit {of_training}, models since {of_answers}, "
         f"layers since {of_layers}). "
         "Right of it is the count of this version.",
         "",
         "## A training step of two layers",
         "",
-        "All jobs except *one rank* have two ranks; "
+        "Launches are the sum of all ranks. All jobs except *one rank* have two ranks; "
         "[test_simulated_training.py](../../tests/simgpu/test_simulated_training.py) has their "
         "flags. The waits are Megatron-LM's, except those of the capture of graphs.",
         "",
@@ -141,10 +143,10 @@ def main() -> None:
         "",
         "## Two schedule calls",
         "",
-        "Launches of one of two ranks in the forward and backward passes of two global batches, "
-        "without the optimizer: two layers, two micro-batches each. Micro-batches run as two "
-        "nano-batches (ping-pong) or whole. The counts at commit f78aba3 are of a first simulator, "
-        "with other documents.",
+        "Launches of one of the two ranks in the forward and backward passes of two global "
+        "batches, without the optimizer: two layers, two micro-batches each. Micro-batches run as "
+        "two nano-batches (ping-pong) or whole. The counts at commit f78aba3 are of a first "
+        "simulator, with other documents.",
         "",
         calls_table(now),
         "",
@@ -160,6 +162,11 @@ def main() -> None:
         layers_table(layers, each_layer),
         "",
         "## Prefill and decode steps of small models",
+        "",
+        f"Models have {OF_LAYERS} layers. The rank with the most counts. Prefills run without CUDA "
+        "graphs, and so did all decodes at first. A decode step of one rank is now one graph, with "
+        "the copies and the choice of tokens around it. With two ranks, graphs end where ranks "
+        "exchange.",
         "",
         answers_table(answers, models),
     ]

@@ -53,8 +53,11 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """A `Capture` by CUDA. All graphs share one pool, since they are replayed in the order of their
-    capture, and a model's layers one at a time.
+    """A `Capture` by CUDA.
+
+    All graphs share one memory pool. One graph may overwrite what another has left there, so that
+    nothing in it may be read later: graphs of a step run in the order of their capture, and what
+    outlives a step lies elsewhere.
 
     Args:
         device: device of the model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -137,7 +138,7 @@ def test_what_does_not_fit_together(monkeypatch) -> None:
 
 def test_both_that_take_less_than_one_are_noise() -> None:
     assert str(overlap._Times(0.01518, 0.003, 0.01516)).endswith(
-        "100% of the shorter is hidden, within noise of at least 0.02 ms"
+        "100% of the shorter is hidden (times vary by at least 0.02 ms)"
     )
     assert str(overlap._Times(0.015, 0.003, 0.016)).endswith("67% of the shorter is hidden")
 
@@ -290,36 +291,102 @@ def test_training_against_plain_megatron() -> None:
     assert main(["verify", "--stages", "training"]) == 0
 
 
-def test_a_process_that_dies_is_named() -> None:
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     """The other rank is in the stage that follows the last line."""
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
     theirs[0].send(Line("environment", "ok", "", "", 0.0, {}))
     theirs[1].close()
     told: list[Line] = []
-    dead = mock.Mock(exitcode=-11)
-    ranks._follow([mock.Mock(), dead], ours, ["environment", "links"], told.append)
+    dead = mock.Mock(exitcode=-11, pid=None)
+    ranks._follow(
+        [mock.Mock(pid=None), dead], ours, ["environment", "links"], tmp_path, told.append
+    )
     assert [line.stage for line in told] == ["environment", "links"]
     assert told[1].text == "rank 1: its process ended with exit code -11"
 
 
-def test_others_fail_of_a_process_that_dies() -> None:
+def test_others_fail_of_a_process_that_dies(tmp_path: Path) -> None:
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
     theirs[0].send(Line("links", "failed", "connection reset by peer", "do", 0.0, {}))
     theirs[1].close()
     told: list[Line] = []
-    dead = mock.Mock(exitcode=-9)
-    ranks._follow([mock.Mock(), dead], ours, ["links"], told.append)
+    dead = mock.Mock(exitcode=-9, pid=None)
+    ranks._follow([mock.Mock(pid=None), dead], ours, ["links"], tmp_path, told.append)
     assert [line.text for line in told] == [
         f"rank 1: its process ended with exit code -9: {ranks._KILLED}"
     ]
 
 
-def test_the_lowest_rank_that_failed_is_told() -> None:
+_HANGS = """
+import multiprocessing
+import time
+from unittest import mock
+
+from distca.commands.verify import ranks
+from distca.commands.verify.stage import Stage
+
+
+def fork(started, function, *arguments, pipe):
+    process = multiprocessing.get_context("fork").Process(target=function, args=(*arguments, pipe))
+    process.start()
+    started.append(process)
+    pipe.close()
+
+
+def hang_or_fail(context):
+    if context.rank == 0:
+        raise ValueError("wrong")
+    time.sleep(60)
+
+
+stages = [Stage("links", 60, hang_or_fail, "cure")]
+with (
+    mock.patch.object(ranks, "chosen", lambda names: stages),
+    mock.patch.object(ranks, "start_process", fork),
+):
+    ranks.verify_machine(2, ["links"], None, lambda line: print(line.text, line.details))
+"""
+
+
+def test_a_failure_has_the_stacks_of_the_other_ranks(tmp_path: Path) -> None:
+    """Also of one that hangs in the stage in which another fails."""
+    script = tmp_path / "hangs.py"
+    script.write_text(_HANGS)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    failed, rank_0, rank_1 = re.split(r"^rank \d:$", done.stdout, flags=re.MULTILINE)
+    assert failed.startswith("rank 0: ValueError: wrong")
+    assert "in hang_or_fail" in failed
+    assert "in _serve" in rank_0
+    assert re.search(r'hangs.py", line \d+ in hang_or_fail', rank_1)
+
+
+def test_links_of_an_older_file_count_until_they_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    costs = {"memory_gb": 80.0, "peak_tflops": 2.0, "product_tflops": 1.0}
+    costs |= {"attention_tflops": 0.5, "backward_over_forward": 2.5}
+    context = mock.Mock(found={}, local_size=8)
+    assert cost_model._older(path) is None
+    assert predictions.described_cluster(context, costs).node_gb_per_s == 1.0
+    measured = {"node_gb_per_s": 400.0, "network_gb_per_s": 50.0, "copy_gb_per_s": 900.0}
+    context.found = {"links": measured}
+    predictions.described_cluster(context, costs).save(path)
+    context.found = {}
+    again = predictions.described_cluster(context, costs, older=cost_model._older(path))
+    assert {name: getattr(again, name) for name in measured} == measured
+    context.found = {"links": {"node_gb_per_s": 300.0}}
+    again = predictions.described_cluster(context, costs, older=cost_model._older(path))
+    assert (again.node_gb_per_s, again.network_gb_per_s) == (300.0, 300.0)
+
+
+def test_the_lowest_rank_that_failed_is_told(tmp_path: Path) -> None:
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
     for rank in (1, 0):
         theirs[rank].send(Line("links", "failed", f"of {rank}", "do", 0.0, {}))
     told: list[Line] = []
-    ranks._follow([mock.Mock()] * 2, ours, ["links"], told.append)
+    ranks._follow([mock.Mock(pid=None)] * 2, ours, ["links"], tmp_path, told.append)
     assert [line.text for line in told] == ["rank 0: of 0"]
 
 

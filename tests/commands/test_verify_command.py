@@ -82,7 +82,7 @@ def test_a_failure_is_in_the_report(broken, monkeypatch, tmp_path: Path, capsys)
 def test_a_report_says_where_the_command_was_stopped(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    """It takes the place of an older one before the first stage."""
+    """It takes the place of an older one before the first stage; that has another name then."""
     path = tmp_path / "verify.json"
     path.write_text("{}")
     command = [sys.executable, "-m", "distca", "verify", "--ranks", "1", "--output", str(tmp_path)]
@@ -107,7 +107,8 @@ def test_a_report_says_where_the_command_was_stopped(
     assert [line["stage"] for line in found["stages"]] == ["environment"]
     assert found["running"] == "training"
     assert found["interrupted"] is (told is not None)
-    assert [each.name for each in tmp_path.iterdir()] == ["verify.json"]
+    assert {each.name for each in tmp_path.iterdir()} == {"verify.json", "verify.1.json"}
+    assert (tmp_path / "verify.1.json").read_text() == "{}"
 
 
 _FAILS = """

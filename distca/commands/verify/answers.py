@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 
 import torch.distributed as dist
 
 from distca.attention.choice import default_block_size
+from distca.commands.verify.apart import run_apart
+from distca.commands.verify.report import REPORT
 from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.inference.llm import LLM, configure
 from distca.inference.models import read_model
@@ -21,12 +24,15 @@ FAMILIES: dict[str, PrefillStrategy] = {
     "llama": "pass-kv",
     "mistral": "pass-q",
     "qwen3_moe": "pass-kv",
+    "gpt_oss": "pass-q",
 }
-"""Families: groups of heads, windows, experts; and what travels between ranks in prefills."""
+"""Families, and what travels between ranks in prefills. They have groups of heads, windows,
+experts, and experts with biases beside windows and sinks."""
 _LENGTHS = (90, 300, 33)
 _LONGEST = 4000
 """Tokens for which the models have positions."""
 _TOKENS = 8
+_SECONDS_ALONE = 200
 
 
 def check_answers(context: Context) -> Found:
@@ -61,6 +67,29 @@ def check_answers(context: Context) -> Found:
                 )
         dist.barrier(group=context.control)
     said = " and ".join(way for way, _ in ways)
-    return Found(
-        f"{', '.join(FAMILIES)} on {context.size} rank(s), {said}: logits are one process's", {}
-    )
+    on = f"{context.size} rank(s)"
+    if context.on_gpu and context.size > 1:
+        # A rank alone has other CUDA graphs.
+        failed = _run_alone(context) if context.rank == 0 else None
+        if (why := context.gather(failed)[0]) is not None:
+            raise Fault(*why)
+        on += " and on 1"
+    return Found(f"{', '.join(FAMILIES)} on {on}, {said}: logits are one process's", {})
+
+
+def _run_alone(context: Context) -> tuple[str, str, str] | None:
+    """Runs this stage on one rank, in a process of its own, which has this one's GPU.
+
+    Returns:
+        What is wrong, what to do, and what was printed; None: nothing failed.
+    """
+    arguments = ["verify", "--ranks", "1", "--stages", "answers", "--output", str(context.folder)]
+    status, printed = run_apart("distca", arguments, _SECONDS_ALONE)
+    if status == 0:
+        return None
+    report = context.folder / REPORT
+    stages = json.loads(report.read_text())["stages"] if report.exists() else []
+    if not stages:
+        last = " ".join(printed.split())[-300:]
+        return f"one rank alone: it ended with status {status}: {last}", SEND, printed
+    return f"one rank alone: {stages[-1]['text']}", stages[-1]["cure"], stages[-1]["details"]

@@ -13,7 +13,13 @@ import torch
 from distca.commands.command_line import Parser, write_on
 from distca.commands.verify.cost_model import CLUSTER, PROFILE
 from distca.commands.verify.ranks import verify_machine, verify_under_torchrun
-from distca.commands.verify.report import REPORT, describe_machine, report, save_report
+from distca.commands.verify.report import (
+    REPORT,
+    describe_machine,
+    keep_older,
+    report,
+    save_report,
+)
 from distca.commands.verify.stage import Line
 from distca.commands.verify.stages import STAGES
 from distca.progress import progress
@@ -95,8 +101,9 @@ def main(argv: list[str]) -> int:
             _print_last(lines, names, args.json, args.output)
 
     try:
-        if writes:
-            # In place of an older report, should this process be killed in the first stage.
+        if writes and args.output is not None:
+            keep_older(args.output)
+            # Should this process be killed in the first stage.
             save_report(args.output, lines, names, machine)
         if launched is not None:
             verify_under_torchrun(names, args.output, take, lines.append)
@@ -112,7 +119,7 @@ def main(argv: list[str]) -> int:
 
             verify_machine(ranks, names, args.output, tell)
     except KeyboardInterrupt:
-        if writes:
+        if writes and args.output is not None:
             save_report(args.output, lines, names, machine, interrupted=True)
         raise
     return int(lines[-1].state == "failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 import torch
 
@@ -17,10 +18,10 @@ from distca.commands.verify.predictions import described_cluster
 from distca.commands.verify.report import writing
 from distca.commands.verify.stage import Context, Fault, Found
 from distca.cost.volume import AttentionShape
-from distca.simulate import peak_tflops
+from distca.simulate import Cluster, peak_tflops
 
 _HEADS = 8, 2, 128
-_LEAST, _MOST = 64, 4096
+_LEAST, _MOST, _MOST_ON_GPUS, _WIDEST = 64, 4096, 131072, 4096
 _BUDGET, _HELD_OUT = 0.002, 6
 PROFILE, CLUSTER = "profile.json", "cluster.json"
 
@@ -28,8 +29,9 @@ PROFILE, CLUSTER = "profile.json", "cluster.json"
 def measure_costs(context: Context) -> Found:
     """Measures rank 0's kernel and matrix products; writes `profile.json` and `cluster.json`."""
     kernel = select_kernel(context.device.type)
+    most = _MOST_ON_GPUS if context.on_gpu else _MOST
     q, k, v = (
-        torch.randn(_MOST, heads, 128, device=context.device, dtype=context.dtype)
+        torch.randn(most, heads, 128, device=context.device, dtype=context.dtype)
         for heads in (8, 2, 2)
     )
 
@@ -39,9 +41,9 @@ def measure_costs(context: Context) -> Found:
             q[:tokens], k[:tokens], v[:tokens], KernelTasks(edges, edges, True, None, 0.1)
         )
 
-    a = torch.randn(_MOST, _MOST, device=context.device, dtype=context.dtype)
-    longest = context.largest_size(_LEAST, _MOST, attend)
-    width = context.largest_size(_LEAST, _MOST, lambda size: a[:size, :size].mm(a[:size, :size]))
+    longest = context.largest_size(_LEAST, most, attend)
+    a = torch.randn(_WIDEST, _WIDEST, device=context.device, dtype=context.dtype)
+    width = context.largest_size(_LEAST, _WIDEST, lambda size: a[:size, :size].mm(a[:size, :size]))
     found = _measure(context, longest, a[:width, :width]) if context.rank == 0 else None
     agreed = context.gather(found)[0]
     assert isinstance(agreed, Found)
@@ -71,10 +73,12 @@ def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
         "product_tflops": products,
         "peak_tflops": peak,
         "median_error": statistics.median(errors),
+        "longest": float(longest),
     }
     where = "not written: give --output DIR"
     if context.output is not None:
-        cluster = described_cluster(context, figures, profile.description)
+        older = _older(context.output / CLUSTER)
+        cluster = described_cluster(context, figures, profile.description, older)
         try:
             for name, save in ((PROFILE, profile.save), (CLUSTER, cluster.save)):
                 with writing(context.output / name) as path:
@@ -84,10 +88,18 @@ def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
         where = f"in {context.output / PROFILE} and {CLUSTER}"
     return Found(
         f"attention {attention:.3g} TFLOP/s forward, {ratio:.1f} times as long backward; products "
-        f"{products:.3g} TFLOP/s; other lengths are predicted within "
+        f"{products:.3g} TFLOP/s; other lengths, up to {longest:,} tokens, are predicted within "
         f"{statistics.median(errors):.0%} (median); {where}",
         figures,
     )
+
+
+def _older(path: Path) -> Cluster | None:
+    """Reads an earlier description of this machine; None: there is none that can be read."""
+    try:
+        return Cluster.load(path)
+    except ValueError:
+        return None
 
 
 def _product_tflops(context: Context, a: torch.Tensor) -> float:

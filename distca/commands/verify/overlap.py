@@ -39,7 +39,7 @@ class _Times:
     def __str__(self) -> str:
         # Both cannot take less than the longer one: what they do is chance.
         noise = max(self.alone, self.moved) - self.together
-        chance = f", within noise of at least {1e3 * noise:.2f} ms" if noise > 0 else ""
+        chance = f" (times vary by at least {1e3 * noise:.2f} ms)" if noise > 0 else ""
         return (
             f"kernel {1e3 * self.alone:.2f} ms, exchange {1e3 * self.moved:.2f} ms, both "
             f"{1e3 * self.together:.2f} ms: {self.hidden:.0%} of the shorter is hidden{chance}"

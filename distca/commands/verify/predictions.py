@@ -18,19 +18,25 @@ from distca.simulate.serving import InferenceCosts, simulate_step
 COSTS = "costs"
 """Name of the stage whose figures a cluster is made of."""
 
+_LINKS = "node_gb_per_s", "network_gb_per_s", "copy_gb_per_s"
 NO_PREDICTION = "not comparable with the simulator, since so small a job waits for the host"
 """What lines say in place of a prediction that has the rates of kernels alone."""
 
 
-def described_cluster(context: Context, costs: Figures, source: str = "") -> Cluster:
+def described_cluster(
+    context: Context, costs: Figures, source: str = "", older: Cluster | None = None
+) -> Cluster:
     """Returns the machine as the simulator takes it.
 
     Args:
         context: process of this machine, which has the figures of links.
         costs: figures of the stage `COSTS`.
         source: origin of the figures.
+        older: an earlier description, whose links count if they were not measured again.
     """
     links = context.found.get("links", {})
+    if not links and older is not None:
+        links = {name: getattr(older, name) for name in _LINKS}
     node = links.get("node_gb_per_s", 1.0)
     return Cluster(
         "this machine",

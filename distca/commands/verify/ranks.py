@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -41,6 +42,8 @@ _TIMEOUT = timedelta(minutes=10)
 _SCRATCH = "distca-verify-"
 _FURTHER_FAILURES = 1.0
 """Seconds in which other ranks may tell that they failed, too."""
+_STACKS = "stacks"
+_SECONDS_OF_STACKS = 0.5
 _KILLED = "it was killed: is there memory left?"
 
 Tell = Callable[[Line], None]
@@ -203,7 +206,7 @@ def verify_machine(ranks: int, names: Sequence[str], output: Path | None, tell: 
                 ours, theirs = Pipe()
                 pipes.append(ours)
                 start_process(processes, _serve, rank, ranks, names, output, folder, pipe=theirs)
-            _follow(processes, pipes, names, tell)
+            _follow(processes, pipes, names, folder, tell)
         finally:
             for process in processes:
                 process.kill()
@@ -217,6 +220,9 @@ def _serve(
     """Runs a rank of `verify_machine`: the main function of its process."""
     own = folder / f"rank {rank}"
     own.mkdir()
+    # Kept open: a signal writes to it, even if this process hangs in a library.
+    stacks = (own / _STACKS).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
     context = join_ranks(rank, size, str(folder / "store"), own)
 
     def fail(line: Line) -> None:
@@ -235,7 +241,11 @@ def _serve(
 
 
 def _follow(
-    processes: Sequence[BaseProcess], pipes: Sequence[Connection], names: Sequence[str], tell: Tell
+    processes: Sequence[BaseProcess],
+    pipes: Sequence[Connection],
+    names: Sequence[str],
+    folder: Path,
+    tell: Tell,
 ) -> None:
     """Tells lines until all ranks have ended or one has failed.
 
@@ -271,7 +281,22 @@ def _follow(
     if failures:
         rank = min(failures) if died is None else died
         where = f"rank {rank}: " if len(pipes) > 1 else ""
-        tell(replace(failures[rank], text=where + failures[rank].text))
+        failed = failures[rank]
+        details = f"{failed.details}\n{_stacks(processes, folder)}"
+        tell(replace(failed, text=where + failed.text, details=details))
+
+
+def _stacks(processes: Sequence[BaseProcess], folder: Path) -> str:
+    """Returns where the threads of all ranks are that are still there."""
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+    # They write at once, unless they are stopped.
+    time.sleep(_SECONDS_OF_STACKS)
+    files = {rank: folder / f"rank {rank}" / _STACKS for rank in range(len(processes))}
+    return "\n".join(
+        f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists()
+    )
 
 
 def _death(process: BaseProcess, stage: str) -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -79,6 +80,23 @@ def save_report(
     found = {**report(lines, names, interrupted), **machine}
     with writing(folder / REPORT) as path:
         path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def keep_older(folder: Path) -> None:
+    """Gives an older `REPORT` another name, `verify.1.json` or the next that is free.
+
+    Raises:
+        ValueError: it cannot be renamed.
+    """
+    path = folder / REPORT
+    if not path.exists():
+        return
+    numbers = itertools.count(1)
+    free = next(name for n in numbers if not (name := path.with_suffix(f".{n}.json")).exists())
+    try:
+        path.rename(free)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be renamed: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ STAGES = (
     Stage("links", 120, measure_links, _NCCL),
     Stage("kernels", 240, check_kernels, f"{_LOOK}, and {SEND}"),
     Stage("transports", 240, check_transports, _NCCL),
-    Stage("answers", 300, check_answers, SEND),
+    Stage("answers", 480, check_answers, SEND),
     Stage("overlap", 120, measure_overlap, _NCCL),
     Stage(COSTS, 240, measure_costs, SEND),
     Stage("memory", 300, check_memory, SEND),

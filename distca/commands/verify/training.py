@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from distca.commands.verify.apart import run_apart
 from distca.commands.verify.predictions import NO_PREDICTION, measured_cluster, training_seconds
 from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.cost.model_sizes import ModelSize
@@ -45,7 +43,7 @@ _WITHOUT = {
     "scaled_masked_softmax_cuda": "--no-masked-softmax-fusion",
 }
 """Flags for what is not installed."""
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER = "megatron_patches.launch"
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,9 @@ def _write_documents(context: Context, job: Job) -> None:
 def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
     """Runs the steps in processes of their own, as a user starts them."""
     model = job.model
-    command = [sys.executable, "-m", "megatron_patches.launch", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "megatron_patches.pretrain", *flags]
-    command += f"""
+    arguments = ["--standalone", "--nproc-per-node", str(ranks)]
+    arguments += ["-m", "megatron_patches.pretrain", *flags]
+    arguments += f"""
         --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY - 1}
         --make-vocab-size-divisible-by {_VOCABULARY} --num-layers {model.layers}
         --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}
@@ -197,37 +195,15 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
         --seq-length {job.window // ranks} --max-position-embeddings {job.window}
         --distca-max-document-length {job.window}
     """.split()
-    command += ["--data-path", str(context.folder / "documents")]
-    command += ["--bf16"] if context.on_gpu else []
-    command += _flags_of_this_installation()
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHED and not name.startswith("TORCHELASTIC_")
-    }
-    # The launcher ends with this process, however that ends, and its ranks with the launcher.
-    tied = [sys.executable, "-m", "distca.lifetime", str(os.getpid()), *command[2:]]
-    with subprocess.Popen(
-        tied,
-        env=clean | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            printed = f"it did not end in {_SECONDS} s"
-        finally:
-            # The ranks, too.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    arguments += ["--data-path", str(context.folder / "documents")]
+    arguments += ["--bf16"] if context.on_gpu else []
+    arguments += _flags_of_this_installation()
+    status, printed = run_apart(_LAUNCHER, arguments, _SECONDS)
     losses = [float(loss) for loss in _LOSS.findall(printed)]
-    if process.returncode or len(losses) != STEPS:
+    if status != 0 or len(losses) != STEPS:
         last = printed.strip().splitlines()[-1] if printed.strip() else "it printed nothing"
         name = "with --distca" if "--distca" in flags else "of plain Megatron"
-        cure = f"{SEND}; it was {shlex.join(command)}"
+        cure = f"{SEND}; it was {shlex.join([sys.executable, '-m', _LAUNCHER, *arguments])}"
         raise Fault(f"a run {name} failed: {last}", cure, printed[-_PRINTED:])
     seconds = [float(each) for each in _STEP_SECONDS.findall(printed)]
     norms = [float(each) for each in _GRAD_NORM.findall(printed)]
