@@ -74,17 +74,16 @@ def _forward(
         self: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Results of rows `[rows, hidden]` by the experts `chosen`, int64 `[rows, experts]`."""
-        into, out = (
+        up_bias, down_bias = (
             getattr(self, f"{name}_bias") if self.has_bias else None
             for name in ("gate_up_proj", "down_proj")
         )
         experts, order = torch.sort(chosen.reshape(-1))
         placed = kernels.sort_rows(rows.contiguous(), experts, order, number)
-        found = product(placed.rows, self.gate_up_proj, placed.ends)
-        of_place = experts if self.has_bias else None
-        found = kernels.gate_rows(found, clamped, of_place, into)
-        found = product(found, self.down_proj, placed.ends)
+        up = product(placed.rows, self.gate_up_proj, placed.ends)
+        gated = kernels.gate_rows(up, clamped, experts if self.has_bias else None, up_bias)
+        down = product(gated, self.down_proj, placed.ends)
         of_pair = chosen.contiguous() if self.has_bias else None
-        return kernels.combine_rows(found, placed.places, weights.contiguous(), of_pair, out)
+        return kernels.combine_rows(down, placed.places, weights.contiguous(), of_pair, down_bias)
 
     return forward
