@@ -24,6 +24,7 @@ import torch.distributed as dist
 from distca.commands.described import add_cluster_flags, cluster_of
 from distca.commands.main import main
 from distca.commands.verify import (
+    apart,
     cost_model,
     dying_peer,
     environment,
@@ -250,7 +251,7 @@ def test_a_run_that_fails(monkeypatch, tmp_path: Path) -> None:
     theirs = subprocess.Popen
     say = "import sys; print('more'); sys.exit('error: no such flag')"
     monkeypatch.setattr(
-        training.subprocess, "Popen", lambda _, **more: theirs([sys.executable, "-c", say], **more)
+        apart.subprocess, "Popen", lambda _, **more: theirs([sys.executable, "-c", say], **more)
     )
     with pytest.raises(Fault, match="a run of plain Megatron failed: error: no such flag") as found:
         training.check_training(_training(tmp_path))

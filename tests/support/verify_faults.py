@@ -34,11 +34,11 @@ from distca.attention import flash
 from distca.commands.main import main
 from distca.commands.verify import (
     answers,
+    apart,
     command,
     dying_peer,
     environment,
     links,
-    training,
     transports,
 )
 from distca.commands.verify import ranks as verify_ranks
@@ -167,7 +167,7 @@ def keys_have_no_gradients_in_training() -> Iterator[None]:
         module = {"megatron_patches.pretrain": "support.faulty_training"}
         return popen([module.get(word, word) for word in words], **more)
 
-    with mock.patch.object(training.subprocess, "Popen", faulty):
+    with mock.patch.object(apart.subprocess, "Popen", faulty):
         yield
 
 
