@@ -195,7 +195,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     """
     try:
         prompts = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--prompt-ids {path} is no JSON: {error}") from error
     if not isinstance(prompts, list) or not all(
         isinstance(ids, list) and all(type(each) is int for each in ids) for ids in prompts
@@ -211,12 +211,17 @@ def read_conversations(path: Path) -> list[list[Message]]:
         ValueError: a line is something else.
     """
     conversations: list[list[Message]] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        # Not `splitlines`: a string of JSON may hold other ends of lines than this.
+        lines = path.read_text().split("\n")
+    except ValueError as error:
+        raise ValueError(f"--conversations {path} is no text in UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             messages = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"--conversations {path}:{number} is no JSON: {error}") from error
         if not isinstance(messages, list) or not all(
             isinstance(each, dict)

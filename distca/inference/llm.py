@@ -20,6 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from distca.inference.processes import Processes
 from distca.inference.profiled_room import agreed_room
 from distca.inference.prompts import check_tokens, whole_numbers
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams
-from distca.inference.transports import TransportName
+from distca.inference.transports import TRANSPORTS, TransportName
 from distca.inference.worker import Worker
 from distca.runtime import Trace
 from distca.schedule.serving.cdsp.groups import Ranks
@@ -46,6 +47,7 @@ from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
+from distca.schedule.serving.steps import Strategy
 
 
 def configure(
@@ -101,13 +103,22 @@ def configure(
         ValueError: a number is out of range, the stripe is no multiple of a block, or the bounds
             contradict each other.
     """
-    for name, value in (
-        ("context_parallel_size", context_parallel_size),
-        ("block_size", block_size),
-        ("cache_bytes", 1 if cache_bytes is None else cache_bytes),
+    for name, value, least in (
+        ("context_parallel_size", context_parallel_size, 1),
+        ("attention_servers", attention_servers, 0),
+        ("block_size", block_size, 1),
+        ("stripe", block_size if stripe is None else stripe, 1),
+        ("cache_bytes", 1 if cache_bytes is None else cache_bytes, 1),
+        ("max_num_seqs", max_num_seqs, 1),
+        ("max_num_batched_tokens", max_num_batched_tokens, 1),
+        ("threshold", threshold, 0),
     ):
-        if value < 1:
-            raise ValueError(f"{name}={value}: give at least 1")
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value}: give a whole number of at least {least}")
+    if isinstance(strategy, str) and strategy not in get_args(Strategy):
+        raise ValueError(f"strategy={strategy!r}: give one of {', '.join(get_args(Strategy))}")
+    if transport is not None and transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r}: give one of {', '.join(TRANSPORTS)}")
     if not 0 < gpu_utilization <= 1:
         raise ValueError(f"gpu_utilization={gpu_utilization}: give a part of 1, such as 0.9")
     if not step_timeout > 0:
@@ -118,7 +129,7 @@ def configure(
             f"cache_bytes={cache_bytes:,} is less than a block of {block_size} tokens, which takes "
             f"{one:,}: give more, or lower block_size"
         )
-    stripe = stripe or block_size
+    stripe = block_size if stripe is None else stripe
     check_stripe(stripe, block_size)
     ranks = context_parallel_size + attention_servers
     limits = SchedulerConfig(
@@ -140,7 +151,8 @@ def configure(
             model.windows,
             model.positions,
             model.vocab_size,
-            stops=model.stops,
+            # Others never come.
+            stops=frozenset(each for each in model.stops if each < model.vocab_size),
         ),
         limits,
         ParallelConfig(
@@ -320,8 +332,9 @@ class LLM:
         self._answering = True
         try:
             return self._answer(requests, on_token)
-        except BaseException:
-            self._failed = True
+        except BaseException as error:
+            # A process that refuses a prompt has sent nothing.
+            self._failed = not isinstance(error, ValueError)
             # The next call uses the same numbers.
             for request in requests:
                 self._engine.abort(request.number)
@@ -352,12 +365,14 @@ class LLM:
         given = [whole_numbers(each, f"prompt {at}") for at, each in enumerate(prompts)]
         for number, prompt in enumerate(given):
             check_tokens(model, prompt, sampling.max_tokens, f"prompt {number}")
-        outside = sorted(each for each in penalties.tokens if not 0 <= each < model.vocab_size)
-        if outside:
-            raise ValueError(
-                f"penalties name the token {outside[0]}, but the vocabulary has "
-                f"{model.vocab_size:,} tokens"
-            )
+        named = {"penalties": penalties.tokens, "stops": sampling.stops or frozenset()}
+        for name, tokens in named.items():
+            for token in sorted(tokens):
+                if not 0 <= token < model.vocab_size:
+                    raise ValueError(
+                        f"{name} name the token {token}, but the vocabulary has "
+                        f"{model.vocab_size:,} tokens"
+                    )
         return given
 
     def _check_calls(self, call: object) -> None:

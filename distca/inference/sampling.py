@@ -138,6 +138,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_numbers(self, ("max_tokens", "seed", "top_k"), ("temperature", "top_p", "min_p"))
+        if self.stops is not None and not isinstance(self.stops, (set, frozenset)):
+            raise ValueError(f"stops is {self.stops!r}: give a set of tokens")
         for name, allowed, range_ in (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
             ("temperature", self.temperature >= 0, "at least 0"),

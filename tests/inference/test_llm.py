@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,8 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
             ([[1], [1.5]], few, {}, "prompt 1 has something else than whole numbers"),
             (["abc"], few, {}, "prompt 0 has something else"),
             ([[1]], few, {"penalties": Penalties(bias=((-1, 1.0),))}, "penalties name the token"),
+            ([[1]], replace(few, stops=frozenset({-1})), {}, "stops name the token -1, but"),
+            ([[1]], replace(few, stops=frozenset({10**6})), {}, "stops name the token 1000000"),
             ([[1]], few, {"logprobs": 2.5}, "log-probabilities of 2.5"),
             ([[1] * (most - 1)], few, {}, "more than the model's"),
             ([[1]], SamplingParams(max_tokens=0), {}, "0 tokens of an answer"),
@@ -311,9 +314,18 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"context_parallel_size": 0}, "context_parallel_size=0: give at least 1"),
-        ({"block_size": 0}, "block_size=0: give at least 1"),
-        ({"cache_bytes": 0}, "cache_bytes=0: give at least 1"),
+        (
+            {"context_parallel_size": 0},
+            "context_parallel_size=0: give a whole",
+        ),
+        ({"block_size": 0}, "block_size=0: give a whole number of at least 1"),
+        ({"block_size": 2.5}, "block_size=2.5: give a whole number of at least 1"),
+        ({"cache_bytes": 0}, "cache_bytes=0: give a whole number of at least 1"),
+        ({"attention_servers": -1}, "attention_servers=-1: give a whole number of at least 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0: give a whole number of at least 1"),
+        ({"stripe": -16}, "stripe=-16: give a whole number of at least 1"),
+        ({"strategy": "nope"}, "strategy='nope': give one of pass-kv, pass-q, "),
+        ({"transport": "nope"}, "transport='nope': give one of gloo, nccl, "),
         ({"cache_bytes": 5}, "cache_bytes=5 is less than a block of 16 tokens, which takes"),
         ({"gpu_utilization": 9}, "gpu_utilization=9: give a part of 1"),
         ({"step_timeout": -1.0}, "step_timeout=-1.0: give more than 0 seconds"),

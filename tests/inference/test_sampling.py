@@ -121,3 +121,8 @@ def test_log_probabilities_are_those_of_the_likeliest() -> None:
         TokenLogprobs.of(torch.tensor([1.0, math.nan]), 0, 1)
     # One that was masked is as unlikely as can be.
     assert TokenLogprobs.of(torch.tensor([0.0, -math.inf]), 1, 1).token == -math.inf
+
+
+def test_stops_are_a_set() -> None:
+    with pytest.raises(ValueError, match="stops is 5: give a set of tokens"):
+        SamplingParams(stops=5)  # type: ignore[arg-type]
