@@ -1,14 +1,20 @@
-"""What NIXL raises becomes a `NixlError`, with a stand-in for NIXL, so that rows can go by TCP."""
+"""With a stand-in for NIXL: its errors become `NixlError`s, and what cannot be read is left out."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from distca.inference.messages import encode
+from distca.prefill.inbox import NixlLanding, RowForm
+from distca.prefill.messages import InSlot, Rows, SlotFree
 from distca.prefill.nixl import NixlAgent, NixlError
+from distca.schedule.serving.handoff.protocol import Transfer
 
 
 class BackendError(Exception):
@@ -78,3 +84,38 @@ def test_a_write_has_ended_goes_on_or_fails(stand_in: type[StandIn]) -> None:
     stand_in.state = "DONE"
     assert agent.is_written(write)
     assert write.released
+
+
+def test_rows_that_a_slot_does_not_hold_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Two slots of two rows: keys and values of two heads of four numbers."""
+    agent = mock.Mock(metadata=b"")
+    agent.name = "agent"
+    form = RowForm(range(2), 4, torch.float32)
+    landing = NixlLanding(agent, {0: b""}, form, torch.device("cpu"), 4 * 2 * 2 * 4 * 4)
+    assert (landing.message.slots, landing.message.slot_bytes) == (2, 2 * 2 * 2 * 4 * 4)
+
+    def told(count: int, slot: int, heads: int = 2) -> tuple[str, bytes]:
+        rows = Rows(Transfer(0), 0, 0, [(0, count)], 9, 0, heads)
+        return "rank", encode(InSlot(rows, slot))
+
+    agent.notified.return_value = [
+        *(told(2, 0), told(1, 1), told(4, 1, heads=1)),
+        *(
+            told(3, 0),
+            told(5, 0, heads=1),
+            told(0, 0),
+            told(1, 2),
+            told(1, -1),
+            told(1, 0, heads=3),
+        ),
+        ("rank", b"?"),
+    ]
+    found = list(landing.receive())
+    assert [(each.rows.count, each.rows.heads) for each in found] == [(2, 2), (1, 2), (4, 1)]
+    assert caplog.text.count("a message cannot be read: ") == 7
+    # Its rank may write to a slot again once it is read, as long as there is the memory.
+    found[1].done()
+    agent.notify.assert_called_once_with("rank", encode(SlotFree(1)))
+    landing.close()
+    found[0].done()
+    agent.notify.assert_called_once()
