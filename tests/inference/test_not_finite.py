@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from distca.inference.finite import Place, first_of_all_ranks
 from distca.inference.models import read_model
 from distca.inference.outputs import Completion, RequestOutput
 from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs, UnusableLogitsError
@@ -75,6 +77,25 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
         return Command(name, capsys).refused(*arguments)
 
     return run
+
+
+def first_place(places: list[Place | None]) -> Place | None:
+    return first_of_all_ranks(places[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [
+        ([None, (3, "norm"), (2, "mlp")], (2, "mlp")),
+        ([(7, "norm"), None], (7, "norm")),
+        ([None, None], None),
+        ([(1, "mlp")], (1, "mlp")),
+    ],
+)
+def test_all_ranks_name_the_first_place_of_any(
+    ranks: Ranks, places: list[Place | None], first: Place | None
+) -> None:
+    assert ranks.run(first_place, places, world_size=len(places)) == [first] * len(places)
 
 
 @pytest.mark.parametrize(
