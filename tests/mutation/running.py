@@ -121,7 +121,9 @@ def pytest_arguments(chosen: Sequence[Asked]) -> list[str]:
 
 def _fails_without(printed: str, chosen: Sequence[Asked], warm: Warm, limit: float) -> str | None:
     """Runs the test that failed without the mutant: on a busy machine it may have been late."""
-    failed = _FAILED.search(printed)
+    # What code logs before the summary may look alike.
+    _, _, summary = printed.rpartition("short test summary info")
+    failed = _FAILED.search(summary)
     if failed is None:
         return None
     file = failed[1].partition("::")[0]

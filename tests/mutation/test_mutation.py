@@ -232,6 +232,20 @@ def test_the_nearest_are_chosen_as_long_as_they_fit_and_at_least_one():
     assert choose([], 9) == []
 
 
+@pytest.mark.usefixtures("_imports_little")
+def test_an_error_that_a_failing_test_logs_is_no_test(root):
+    (root / "tests/test_logs.py").write_text(
+        "import logging\nfrom distca.rooms import DOORS\ndef test():\n"
+        "    logging.error('the house has %d doors', DOORS)\n    assert DOORS == 4\n"
+    )
+    items = list(mutants(root, {4: "NumberReplacer"}))
+    asked = Asked(("tests/test_logs.py",), (), 9.0)
+    ((_, result),) = run(items, root, lambda path, line: [asked], 240, 1)
+    (root / "tests/test_logs.py").unlink()
+    assert "ERROR    root:test_logs.py" in result.output
+    assert result.is_killed
+
+
 @pytest.fixture
 def _imports_little(monkeypatch):
     """Lets the processes that fork import pytest alone; nothing here needs torch."""

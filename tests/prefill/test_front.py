@@ -98,6 +98,25 @@ def test_whoever_is_silent_for_long_is_forgotten_and_must_greet_again() -> None:
     front.close()
 
 
+def test_a_client_says_which_prompts_it_waits_for() -> None:
+    """Else the ranks forget what it no longer asks about."""
+    front = front_of(lease=0.4)
+    client = client_of(front)
+
+    def waited_for() -> set[int]:
+        meet(front, client, seconds=1.0)
+        told = [each.event for each in front.take() if isinstance(each, Told)]
+        return {each.transfer.request for each in told if each.kind == "Beat"}
+
+    assert waited_for() == set()
+    for number in (0, 3):
+        client.begin(Transfer(number), [1] * 20, 3)
+    # The front numbers them itself.
+    assert waited_for() == {0, 1}
+    client.close()
+    front.close()
+
+
 def test_what_cannot_be_read_is_no_end(caplog) -> None:
     """Whoever reaches the addresses can send anything."""
     front = front_of(lease=5.0)
