@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from distca.inference import profiled_room
 from distca.inference.engine import Engine
 from distca.inference.llm import configure
-from distca.inference.messages import AddRequest, ModelOutput, SampledToken
+from distca.inference.messages import AddRequest, Iteration, ModelOutput, SampledToken
 from distca.inference.models import ServedModel, read_model
 from distca.inference.pool_size import (
     blocks_in,
@@ -86,21 +85,27 @@ def test_ranks_without_room_for_a_block_say_so() -> None:
         agreed_room(worker, config, processes)
 
 
+@pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize(("tokens", "expected"), [(20, [20]), (200, [62, 62, 62]), (5, [5])])
 def test_the_longest_steps_that_there_are_say_how_much_room_is_left(
-    model, monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[int]
+    model, monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[int], block_size: int
 ) -> None:
     """As many decodes as graphs have rows, and prompts that leave two positions for answers."""
-    made: list[list[int]] = []
     cuda = "empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"
     for name in cuda:
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
-    monkeypatch.setattr(
-        profiled_room, "_answer", lambda _, engine, lengths, __: made.append(lengths)
-    )
-    config = configure(model, cache_bytes=None, max_num_batched_tokens=tokens, max_num_seqs=5)
+    fed: list[list[int]] = []
+
+    def execute(iteration: Iteration) -> ModelOutput:
+        feeds = iteration.batch.feeds
+        fed.append([feed.count for feed in feeds])
+        return ModelOutput([SampledToken(feed.sequence, 7, None) for feed in feeds], 0)
+
+    limits = {"max_num_batched_tokens": tokens, "max_num_seqs": 5}
+    config = configure(model, cache_bytes=None, block_size=block_size, **limits)
     config = replace(config, model=replace(config.model, positions=64))
-    worker, processes = mock.Mock(block_bytes=1, **{"room.return_value": 7}), mock.Mock()
-    processes.reduce = lambda values, _: values
+    worker = mock.Mock(block_bytes=1, execute=execute, **{"room.return_value": 7})
+    processes = mock.Mock(gather=lambda mine: [mine], reduce=lambda values, _: values)
     assert agreed_room(worker, config, processes) == 7
-    assert made == [[1] * 5, expected]
+    # Each prompt and one token more at once: none waits for blocks.
+    assert fed == [[1] * 5, [1] * 5, expected, [1] * len(expected)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ from distca.cost.link import Links
 from distca.inference.models import ServedModel, read_model
 from distca.inference.sparse_model import SparseModel
 from distca.inference.sparsity_calibration import (
+    COMPARED,
     NEEDLE,
     Calibrated,
     calibrate,
     measured_on,
+    read_prompts,
     with_needle,
 )
 from distca.plan import Mask
@@ -94,6 +97,17 @@ def test_windows_are_refused(tmp_path: Path) -> None:
     windows = read_model(str(save_small_model("mistral", tmp_path)), torch.float32)
     with pytest.raises(ValueError, match="has layers with windows, which see near keys alone"):
         SparseModel(windows, LEVELS, CPU)
+
+
+def test_what_is_compared_is_at_most_a_quarter_of_a_prompt(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    file, least = tmp_path / "prompts.json", 4 * (COMPARED + 2 * NEEDLE)
+    file.write_text(json.dumps(prompts(4, 8, least)))
+    assert [len(each) for each in read_prompts(file, model)] == [least] * 8
+    file.write_text(json.dumps([*prompts(4, 8, least), *prompts(5, 1, least - 1)]))
+    with pytest.raises(ValueError, match=f"prompt 8 has {least - 1} tokens: give at least {least}"):
+        read_prompts(file, model)
 
 
 def test_needles_are_hidden_and_asked_for() -> None:
