@@ -20,6 +20,7 @@ from distca.prefill.messages import (
     Join,
     Ping,
     Pong,
+    Refusal,
     Rows,
     ToClient,
     Told,
@@ -95,6 +96,20 @@ def test_whoever_is_silent_for_long_is_forgotten_and_must_greet_again() -> None:
     assert isinstance(answer(Hello(FACTS, "engine")), Welcome)
     assert front.engines == 1
     engine.close()
+    front.close()
+
+
+def test_who_sends_what_cannot_be_read_is_told_so() -> None:
+    front = front_of(lease=5.0)
+    stranger: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.connect(front.address)
+    stranger.send(b"nonsense")
+    front.pump(10.0)
+    assert stranger.poll(10_000)
+    told = decoder(ToClient).decode(stranger.recv())
+    assert isinstance(told, Refusal)
+    assert told.reason.startswith("a message cannot be read: ")
+    stranger.close()
     front.close()
 
 

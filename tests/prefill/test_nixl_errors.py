@@ -63,6 +63,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     return found
 
 
+def test_nixl_that_is_not_installed_is_an_error_of_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(NixlError, match="NIXL is not installed here"):
+        NixlAgent()
+
+
 @pytest.mark.parametrize("error", [BackendError("no device"), RuntimeError("no device")])
 def test_an_agent_that_cannot_start_says_why(stand_in: type[StandIn], error: Exception) -> None:
     stand_in.starts = error
