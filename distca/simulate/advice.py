@@ -169,14 +169,26 @@ def advise(
     def find(system: str) -> Choice:
         return best_of(system, workload, batches, trials.first, extent)
 
-    # Those that take longest come first, or run beside the others.
-    order = sorted(systems, key=lambda system: system not in DISTCA_SYSTEMS)
-    beside = [system for system in order if system == HYBRID and trials.has_processes]
-    threads = ThreadPoolExecutor(1)
+    # Plans of DistCA take longest. The others' bounds keep this process busy meanwhile, and hybrid
+    # context parallelism a process of its own.
+    lanes = [
+        [system for system in systems if system in DISTCA_SYSTEMS],
+        [system for system in systems if system not in (*DISTCA_SYSTEMS, HYBRID)],
+        [system for system in systems if system == HYBRID],
+    ]
+    if not trials.has_processes:
+        return [find(system) for system in systems]
+
+    def find_all(lane: Sequence[str]) -> dict[str, Choice]:
+        return {system: find(system) for system in lane}
+
+    first, *others = lanes
+    threads = ThreadPoolExecutor(len(others))
     try:
-        running = {system: threads.submit(find, system) for system in beside}
-        found = {system: find(system) for system in order if system not in beside}
-        found |= {system: each.result() for system, each in running.items()}
+        running = [threads.submit(find_all, lane) for lane in others]
+        found = find_all(first)
+        for each in running:
+            found |= each.result()
     finally:
         # After an error its process is closed by who made `trials`, and ends what is left.
         threads.shutdown(wait=False, cancel_futures=True)

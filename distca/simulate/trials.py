@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from distca.plan.span import Int64s
@@ -112,6 +113,8 @@ class Trials:
     ) -> None:
         self._workload, self._batches, self._told = workload, batches, told
         self._found: dict[Candidate, list[Trial]] = {}
+        # Configurations that are known not to fit in some batch.
+        self._failed: set[Candidate] = set()
         self._processes = processes
         self._stack = ExitStack()
         self._threads: ThreadPoolExecutor | None = None
@@ -120,7 +123,7 @@ class Trials:
 
     @property
     def has_processes(self) -> bool:
-        """Whether hybrid context parallelism may be simulated on a thread beside the others."""
+        """Whether systems may be searched on threads, beside each other."""
         return self._processes > 1
 
     def _start(self) -> PlannerProcess[Trial]:
@@ -159,24 +162,37 @@ class Trials:
         ]
         for (candidate, *_), each in zip(missing, self._run(missing), strict=True):
             mine = self._found.setdefault(candidate, [])
-            if all(other.fits for other in mine):
+            if each is not None and all(other.fits for other in mine):
                 mine.append(each)
         return {candidate: self._found[candidate] for candidate in some}
 
-    def _run(self, units: Sequence[_Unit]) -> Iterator[Trial]:
-        """Simulates configurations in batches."""
+    def _run(self, units: Sequence[_Unit]) -> Iterator[Trial | None]:
+        """Simulates configurations in batches; None: another batch is known not to fit."""
         if self._threads is None:
-            found: Iterable[Trial] = (self._here(*unit) for unit in units)
+            found: Iterable[Trial | None] = (self._if_able(self._here, unit) for unit in units)
         elif any(each.system == HYBRID for each, *_ in units):
-            assert self._hybrid is not None
-            found = [self._in(self._hybrid, unit) for unit in units]
+            hybrid = self._hybrid
+            assert hybrid is not None
+            found = (self._if_able(partial(self._in, hybrid), unit) for unit in units)
         else:
-            found = self._threads.map(self._elsewhere, units)
+            found = self._threads.map(partial(self._if_able, self._elsewhere), units)
         for (candidate, *_), each in zip(units, found, strict=True):
-            self._told(candidate)
+            if each is not None:
+                self._told(candidate)
             yield each
 
-    def _here(self, candidate: Candidate, number: int, parts: bool) -> Trial:
+    def _if_able(self, simulate: Callable[[_Unit], Trial], unit: _Unit) -> Trial | None:
+        """Simulates a configuration, unless it is known not to fit in another batch."""
+        candidate, *_ = unit
+        if candidate in self._failed:
+            return None
+        found = simulate(unit)
+        if not found.fits:
+            self._failed.add(candidate)
+        return found
+
+    def _here(self, unit: _Unit) -> Trial:
+        candidate, number, parts = unit
         return Trial.run(candidate, self._workload, self._batches[number], parts)
 
     def _elsewhere(self, unit: _Unit) -> Trial:

@@ -241,7 +241,8 @@ class Told(Trials):
         super().__init__(workload, batches)
         self._seconds = seconds
 
-    def _here(self, candidate: Candidate, number: int, parts: bool) -> Trial:
+    def _here(self, unit: tuple[Candidate, int, bool]) -> Trial:
+        candidate, number, _ = unit
         seconds = self._seconds(candidate, number)
         return Trial(seconds is not None, seconds or np.inf, 1, 1.0, 0.0, 0.0)
 
