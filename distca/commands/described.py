@@ -303,7 +303,8 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     """Returns the cluster that the flags describe, with its charges."""
     measured = args.cluster not in CLUSTERS and args.cluster.endswith(".json")
     if not measured and args.cluster not in CLUSTERS:
-        raise ValueError(unknown("cluster", args.cluster, CLUSTERS))
+        known = unknown("cluster", args.cluster, CLUSTERS)
+        raise ValueError(f"{known}, or give a .json file that `distca verify` wrote")
     base = Cluster.load(Path(args.cluster)) if measured else CLUSTERS[args.cluster]
     given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
     for name, value in given.items():

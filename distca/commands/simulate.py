@@ -49,7 +49,6 @@ from distca.documents.lengths import (
     shuffled,
 )
 from distca.plan.span import Int64s
-from distca.progress import progress
 from distca.schedule.baselines.hybrid_cp import find_balanced_scheduler
 from distca.simulate import (
     DISTCA_SYSTEMS,
@@ -59,7 +58,6 @@ from distca.simulate import (
     Choice,
     Workload,
     advise,
-    break_down,
     pack_sequences,
     save_trace,
     simulate,
@@ -286,8 +284,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
     _check_gpus(workload)
     _check_divides(args, workload)
     batches = _batches(args)
-    choices = _advise(args, workload, batches)
-    parts = _parts(choices, workload, batches[0])
+    choices, parts = _advise(args, workload, batches)
     best = Verdict.of(choices).distca
     # Before the files, so that it is not lost where one of these cannot be written.
     rows = [as_json(each, workload, best, parts.get(each.system)) for each in choices]
@@ -356,12 +353,13 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
 
 def _advise(
     args: argparse.Namespace, workload: Workload, batches: list[list[Int64s]]
-) -> list[Choice]:
+) -> tuple[list[Choice], dict[str, Breakdown]]:
+    """Returns the best configurations, and what an iteration's time is spent on with two."""
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     tolerances = _TOLERANCES[1:] if args.tolerance is None else ()
     with (
-        simulating(len(args.systems)) as told,
-        Trials(workload, batches, processes, told) as trials,
+        simulating(args.systems) as searching,
+        Trials(workload, batches, processes, searching.told) as trials,
     ):
         choices = advise(
             workload,
@@ -372,22 +370,20 @@ def _advise(
             args.finalists,
             tolerances,
             trials,
+            searching.reached,
         )
-    return choices
+        return choices, _parts(choices, trials)
 
 
-def _parts(
-    choices: Sequence[Choice], workload: Workload, batch: list[Int64s]
-) -> dict[str, Breakdown]:
+def _parts(choices: Sequence[Choice], trials: Trials) -> dict[str, Breakdown]:
     """Says what an iteration's time is spent on with DistCA and with the fastest of the others."""
     best = Verdict.of(choices).distca
     peer = fastest(choices, [name for name in SYSTEMS if name not in DISTCA_SYSTEMS])
-    found: dict[str, Breakdown] = {}
-    with progress("distca simulate", doing="telling apart what time is spent on"):
-        for choice in (best, peer):
-            if choice and choice.candidate:
-                found[choice.system] = choice.parts or break_down(choice.candidate, workload, batch)
-    return found
+    return {
+        choice.system: choice.parts or trials.break_down(choice.candidate)
+        for choice in (best, peer)
+        if choice and choice.candidate
+    }
 
 
 def _check_gpus(workload: Workload) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -10,6 +10,7 @@ from distca.plan.span import Int64s
 from distca.simulate.choice import Choice
 from distca.simulate.effort import Effort, Evaluate
 from distca.simulate.hybrid import HYBRID
+from distca.simulate.parts import RunParts
 from distca.simulate.search import find_best
 from distca.simulate.space import (
     with_chains,
@@ -113,6 +114,8 @@ def best_of(
     batches: Sequence[Sequence[Int64s]],
     evaluate: Evaluate,
     extent: Extent,
+    parts_of: Callable[[int], RunParts] | None = None,
+    reached: Callable[[float], None] = lambda share: None,
 ) -> Choice:
     """Finds the best configuration of a system.
 
@@ -131,12 +134,14 @@ def best_of(
         batches: sequences of each batch.
         evaluate: simulates configurations.
         extent: what is tried.
+        parts_of, reached: as for `find_best`.
 
     Raises:
         ValueError: there is no such system.
     """
     effort = extent.effort(system, workload, len(batches))
-    return find_best(system, workload, batches, extent.tensor, extent.stages, evaluate, effort)
+    sizes = extent.tensor, extent.stages
+    return find_best(system, workload, batches, *sizes, evaluate, effort, parts_of, reached)
 
 
 def advise(
@@ -148,6 +153,7 @@ def advise(
     finalists: int = 4,
     tolerances: Sequence[float] = (),
     trials: Trials | None = None,
+    reached: Callable[[str, float], None] = lambda system, share: None,
 ) -> list[Choice]:
     """Finds the best configuration of each system, as `best_of` does.
 
@@ -157,6 +163,8 @@ def advise(
         systems: names in `SYSTEMS`.
         tensor, stages, finalists, tolerances: as for `Extent`.
         trials: what simulates the same workload and batches; None: this process.
+        reached: called with a system and the share of its search that is done, perhaps on another
+            thread.
 
     Raises:
         ValueError: there is no batch or no such system.
@@ -167,7 +175,17 @@ def advise(
     trials = trials or Trials(workload, batches)
 
     def find(system: str) -> Choice:
-        return best_of(system, workload, batches, trials.first, extent)
+        choice = best_of(
+            system,
+            workload,
+            batches,
+            trials.first,
+            extent,
+            trials.parts_of,
+            lambda share: reached(system, share),
+        )
+        reached(system, 1.0)
+        return choice
 
     # Plans of DistCA take longest. The others' bounds keep this process busy meanwhile, and hybrid
     # context parallelism a process of its own.

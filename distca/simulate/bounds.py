@@ -15,21 +15,32 @@ copies and launches of rows that move, and kernels of a second task shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
-from distca.schedule import BufferBoundError, document_loads
-from distca.schedule.training.planned_batch import Documents
 from distca.simulate.baselines import BASELINES
 from distca.simulate.bins import GATHERED, VARIABLE, BaselineLayout, Bins, keeps
 from distca.simulate.costs import ModelCosts
-from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.one_f_one_b import Passes
 from distca.simulate.outcome import Outcome
+from distca.simulate.parts import (
+    SAMPLED,
+    Part,
+    PartFigures,
+    RunParts,
+    document_seconds,
+    few_pools,
+    glance,
+    largest_micro_batch,
+    number_of_pools,
+    pair_seconds,
+    parts_of_sample,
+    sample,
+    visible_pairs,
+)
 from distca.simulate.sharing import (
     Group,
     Shared,
@@ -41,31 +52,28 @@ from distca.simulate.sharing import (
     hop_seconds,
     ring_copies,
 )
-from distca.simulate.space import estimate
+from distca.simulate.trials import Trial
 from distca.simulate.workload import (
     DISTCA_SYSTEMS,
     Candidate,
     Workload,
-    incoming_of,
     layout_of,
     options_of,
-    planner_of,
-    simulate,
 )
 
 _ROUNDING = 1 - 1e-6
 """Share of a bound that rounding in the simulation (of bytes to whole ones) cannot undercut."""
 
 
-_SERVERS, _MANY = 16, 4
-"""Servers whose pools are simulated for a bound, two pools at least; and how many times as many
-servers the job must have."""
-_SAMPLED, _LARGE = 4, 8192
-"""Micro-batches of each stage that a sample has. Samples are taken where there are `_MANY` times as
-many micro-batches, and where servers times micro-batches are at least `_LARGE`."""
-_PROMISED = 0.92
-"""Share of the seconds that a sample promises which the whole iteration takes at least: of a 70B
-model in 4 stages with 256 micro-batches, six samples promised 1.01 to 1.07 times its seconds."""
+_MANY, _LARGE = 4, 8192
+"""How many times as many servers a job must have as are simulated of its pools. Samples are taken
+where there are so many times as many micro-batches, and where servers times micro-batches are at
+least `_LARGE`."""
+
+
+_MINUTES = 2**15
+"""Product of servers and ticks above which not all of these are simulated: on one core 34B in two
+stages takes 25 seconds at 33,000."""
 
 
 class Bounds:
@@ -74,19 +82,24 @@ class Bounds:
     Args:
         workload: model, cluster and sizes.
         sequences: lengths of the documents in each sequence, int64.
+        run_parts: simulates parts of the batch's iterations; None: this process.
     """
 
-    def __init__(self, workload: Workload, sequences: Sequence[Int64s]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        sequences: Sequence[Int64s],
+        run_parts: RunParts | None = None,
+    ) -> None:
         self._workload = workload
         self._sequences, self._lengths = sequences, np.concatenate(sequences)
         self._tokens = int(self._lengths.sum())
-        self._pairs = _pairs(workload, self._lengths)
+        self._pairs = visible_pairs(workload, self._lengths)
         number = np.repeat(np.arange(len(sequences)), [len(each) for each in sequences])
         self._of_sequence = np.bincount(number, self._pairs, minlength=len(sequences))
         self._found: dict[Candidate, float] = {}
-        self._iterations: dict[Candidate, Outcome] = {}
-        self._micro_batches: dict[Candidate, Outcome] = {}
-        self._samples: dict[Candidate, Sample | None] = {}
+        self._run_parts = run_parts or self._here
+        self._parts: dict[tuple[object, Candidate], object] = {}
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns seconds that an iteration of the batch takes at least."""
@@ -106,22 +119,10 @@ class Bounds:
             return self._variable(candidate.system, layout, costs)
         return self._in_turn(candidate.system, layout, costs)
 
-    def _pair_seconds(self, costs: ModelCosts) -> float:
-        """Forward seconds of a pair on one GPU with its heads."""
-        return costs.shape.flops_per_pair / (costs.cluster.attention_tflops * 1e12)
-
-    def _document_seconds(self, costs: ModelCosts, lengths: Int64s) -> float:
-        """Forward seconds of documents in a mean layer, on one GPU with its heads."""
-        if not self._workload.model.sees_all:
-            # A task's share of its tiles is an average, so that cuts may save some with windows.
-            return float(_pairs(self._workload, lengths).sum()) * self._pair_seconds(costs)
-        kernel = costs.cluster.attention_cost(costs.shape)
-        return float(document_loads(lengths, Mask(), kernel).sum())
-
     def _in_turn(self, system: str, layout: BaselineLayout, costs: ModelCosts) -> float:
         """Bound where each bin has equally many whole sequences, one after the other."""
         bins, size = layout.bins, layout.context_parallel
-        attention = self._of_sequence.reshape(bins, -1).sum(axis=1) * self._pair_seconds(costs)
+        attention = self._of_sequence.reshape(bins, -1).sum(axis=1) * pair_seconds(costs)
         tokens = np.full(bins, self._tokens / (bins * size))
         order = np.arange(bins).reshape(layout.micro_batches, layout.data_parallel).T
         evenly = _evenly(system, tokens, attention / size, layout.group, costs).select(order)
@@ -135,7 +136,7 @@ class Bounds:
         """Bound where bins hold any number of tokens, with which all that is counted grows
         linearly: all bins are alike, or one has the longest document, and the others nothing."""
         size, others = layout.context_parallel, layout.micro_batches - 1
-        pair = self._pair_seconds(costs) / size
+        pair = pair_seconds(costs) / size
         longest = int(np.argmax(self._pairs))
         tokens = np.array([self._tokens / layout.bins, self._lengths[longest], 0.0]) / size
         pairs = np.array([self._pairs.sum() / layout.bins, self._pairs[longest], 0.0])
@@ -154,7 +155,7 @@ class Bounds:
         ranks = layout.data_parallel * layout.context_parallel
         most = -(-int(self._lengths.max()) // layout.context_parallel)
         needed = 2.0 ** np.ceil(np.log2(np.maximum(self._lengths / most, 1)))
-        attention = self._pairs * self._pair_seconds(costs)
+        attention = self._pairs * pair_seconds(costs)
         least = np.full(len(self._lengths), np.inf)
         for size in (2**n for n in range(ranks.bit_length())):
             alone, group = BaselineLayout(1, 1, size, 1), Group(size, 1, ranks)
@@ -167,7 +168,7 @@ class Bounds:
     def has_many_pools(self, candidate: Candidate) -> bool:
         """Whether the bound is a simulated iteration of a few of the server pools."""
         size = candidate.pool_size
-        return size is not None and candidate.data >= _MANY * _few(candidate) * size
+        return size is not None and candidate.data >= _MANY * number_of_pools(candidate) * size
 
     def least_memory(self, candidate: Candidate) -> float:
         """Returns bytes that a GPU needs at least with server pools, which `space.least_memory`
@@ -177,46 +178,72 @@ class Bounds:
         """
         if not self.has_many_pools(candidate):
             return 0.0
-        outcome = self._iterations.get(candidate) or self._largest_micro_batch(candidate)
         costs = self._workload.costs(candidate.tensor)
+        least = self._longest_document(candidate, costs)
+        if least > self._workload.cluster.usable_bytes:
+            return least
+        known = (few_pools, candidate) in self._parts
+        outcome = self._part(few_pools if known else largest_micro_batch, candidate)
         ranks = outcome.gpus // candidate.tensor
         # Among all replicas each has less of the optimizer's state than among few.
         few, every = (costs.state_bytes(0, 1, number) for number in (ranks, candidate.data))
         return float(outcome.memory_bytes.max()) - few + every
 
+    def holds_no_document(self, candidate: Candidate) -> bool:
+        """Whether a GPU's memory is too small for the longest document alone, in a server pool of a
+        job with many: more micro-batches do not help."""
+        costs = self._workload.costs(candidate.tensor)
+        least = self._longest_document(candidate, costs)
+        return self.has_many_pools(candidate) and least > self._workload.cluster.usable_bytes
+
+    def _longest_document(self, candidate: Candidate, costs: ModelCosts) -> float:
+        """Bytes that the ranks of the longest document's server pool need for it on average."""
+        tokens = int(self._lengths.max()) / (candidate.pool_size or 1)
+        kept = self._workload.model.layers * tokens * costs.activation_bytes()
+        return kept + costs.state_bytes(0, 1, candidate.data)
+
     def has_many_ticks(self, candidate: Candidate) -> bool:
-        """Whether `sample` simulates a part of the configuration's micro-batches."""
+        """Whether a sample and a glance tell of the configuration's ticks in a fraction of the
+        time: each is planned over all servers, which takes minutes on a thousand GPUs."""
         if candidate.system not in DISTCA_SYSTEMS or candidate.pool_size is not None:
             return False
         chains, stages = candidate.micro_batches // candidate.chain, candidate.stages
         large = chains * stages * candidate.data >= _LARGE
-        return large and chains >= _MANY * _SAMPLED * stages
+        return large and chains >= 2 * SAMPLED * stages
 
-    def sample(self, candidate: Candidate) -> Sample | None:
-        """Simulates the first micro-batches of a configuration with many ticks; None: it has few,
-        or no plan keeps to the configuration's bound of buffers.
+    def promised(self, candidate: Candidate) -> float:
+        """Seconds that two of many ticks promise; 0.0: there are few, or no plan."""
+        found = self._part(glance, candidate) if self.has_many_ticks(candidate) else None
+        return 0.0 if found is None else found.seconds
 
-        Each tick is planned over all servers, which takes minutes for an iteration on a thousand
-        GPUs.
-        """
-        if candidate not in self._samples:
-            self._samples[candidate] = self._sample(candidate)
-        return self._samples[candidate]
+    def stands_in(self, candidate: Candidate) -> bool:
+        """Whether a part of the configuration's iteration can stand for all of it."""
+        return self.has_many_pools(candidate) or self.has_many_ticks(candidate)
 
-    def _sample(self, candidate: Candidate) -> Sample | None:
-        if not self.has_many_ticks(candidate):
-            return None
-        whole, chains = self._workload, _SAMPLED * candidate.stages
-        sequences = whole.sequences * candidate.chain // candidate.micro_batches * chains
-        workload = replace(whole, sequences=sequences)
-        few = replace(candidate, micro_batches=chains * candidate.chain)
-        some = self._sequences[:sequences]
-        try:
-            outcome = simulate(few, workload, some)
-        except BufferBoundError:
-            return None
-        ideal = estimate(candidate, whole, self._sequences) / estimate(few, workload, some)
-        return Sample(outcome, ideal * outcome.seconds)
+    def stand_in(self, candidate: Candidate) -> Trial:
+        """Returns the figures of an iteration, as far as a part of it tells them."""
+        usable = self._workload.cluster.usable_bytes
+        if self.has_many_pools(candidate):
+            of_few, least = self._part(few_pools, candidate), self.least_memory(candidate)
+            return replace(Trial.of(of_few), fits=least <= usable, memory_gb=least / 1e9)
+        first, two = self._part(sample, candidate), self._part(glance, candidate)
+        if first is None or two is None:
+            return Trial.impossible(self._workload)
+        tokens = self._workload.sequences * self._workload.context
+        return replace(Trial.of(first.outcome), seconds=two.goes_on(first), tokens=tokens)
+
+    def broken_down(self, candidate: Candidate) -> Trial:
+        """Returns the same for many ticks, with what the time is spent on."""
+        trial, parts = self.stand_in(candidate), self._part(parts_of_sample, candidate)
+        return replace(trial, parts=parts.scaled(trial.seconds / parts.seconds))
+
+    def takes_minutes(self, candidate: Candidate) -> bool:
+        """Whether the configuration's ticks are so many, on so many servers, that a part of them
+        stands for all of them in the end, too."""
+        options = options_of(candidate)
+        schedule = options.tick_schedule(candidate.micro_batches, candidate.stages)
+        servers = candidate.stages * candidate.data
+        return self.has_many_ticks(candidate) and len(schedule.ticks) * servers > _MINUTES
 
     def few_pools(self, candidate: Candidate) -> Outcome | None:
         """Simulates an iteration of a few server pools, where there are many: the one with the
@@ -230,57 +257,36 @@ class Bounds:
         """
         if not self.has_many_pools(candidate):
             return None
-        if candidate not in self._iterations:
-            costs = self._workload.costs_of(candidate)
-            parts = self._pools(candidate)
-            of_token = float(costs.passes @ costs.layer_seconds())
-            both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
-            work = []
-            for of_pool in zip(*parts, strict=True):
-                lengths = np.concatenate([documents.lengths for documents in of_pool])
-                attention = both_ways * self._document_seconds(costs, lengths)
-                work.append(attention + of_token * float(lengths.sum()))
-            tokens = [[int(each.lengths.sum()) for each in of_pools] for of_pools in parts]
-            # Memory depends on the largest micro-batch.
-            fullest = int(np.max(tokens, axis=0).argmax())
-            order = np.argsort(-np.array(work), kind="stable").tolist()
-            chosen = list(dict.fromkeys([fullest, *order]))[: _few(candidate)]
-            some = [[of_pools[each] for each in chosen] for of_pools in parts]
-            self._iterations[candidate] = self._simulate(candidate, some)
-        return self._iterations[candidate]
+        return self._part(few_pools, candidate)
 
-    def _largest_micro_batch(self, candidate: Candidate) -> Outcome:
-        """Simulates the micro-batch with most tokens of a server pool, beside other pools'."""
-        if candidate not in self._micro_batches:
-            parts = self._pools(candidate)
-            tokens = np.array([[each.lengths.sum() for each in of_pools] for of_pools in parts])
-            largest = int(tokens.max(axis=1).argmax())
-            fullest = np.argsort(-tokens[largest], kind="stable")[: _few(candidate)]
-            some = [[parts[largest][each] for each in fullest]]
-            self._micro_batches[candidate] = self._simulate(candidate, some)
-        return self._micro_batches[candidate]
+    def prepare(self, part: Part[PartFigures], some: Sequence[Candidate]) -> None:
+        """Simulates a part of iterations of several configurations, at a time where that can be.
 
-    def _pools(self, candidate: Candidate) -> list[list[Documents]]:
-        """Returns the documents of each micro-batch and server pool."""
-        incoming = incoming_of(candidate, self._workload, self._sequences)
-        return planner_of(candidate, self._workload).assign(incoming)
+        Args:
+            part: one of the functions of `distca.simulate.parts`; what is known of it stays.
+            some: configurations that have such a part.
+        """
+        missing = [each for each in dict.fromkeys(some) if (part, each) not in self._parts]
+        if missing:
+            found = self._run_parts(part, missing)
+            self._parts.update(
+                ((part, each), one) for each, one in zip(missing, found, strict=True)
+            )
 
-    def _simulate(self, candidate: Candidate, parts: list[list[Documents]]) -> Outcome:
-        """Simulates an iteration of some micro-batches of some server pools."""
-        size = candidate.pool_size or 1
-        few = replace(candidate, data=len(parts[0]) * size, micro_batches=len(parts))
-        return simulate_ticks(
-            planner_of(few, self._workload).plan_assigned(parts),
-            self._workload.costs_of(candidate),
-            backward="keep" if candidate.keeps_inputs else "resend",
-        )
+    def _part(self, part: Part[PartFigures], candidate: Candidate) -> PartFigures:
+        self.prepare(part, [candidate])
+        found: PartFigures = self._parts[part, candidate]  # type: ignore[assignment]
+        return found
+
+    def _here(self, part: Part[PartFigures], some: Sequence[Candidate]) -> list[PartFigures]:
+        return [part(each, self._workload, self._sequences) for each in some]
 
     def _with_plans(self, candidate: Candidate, costs: ModelCosts) -> float:
         """Bound of DistCA: all ranks share all work, and linear layers run tick after tick."""
         cluster = costs.cluster
         stages, many = candidate.stages, candidate.micro_batches
         both_ways = float(costs.passes @ [1, cluster.backward_over_forward])
-        attention = both_ways * self._document_seconds(costs, self._lengths)
+        attention = both_ways * document_seconds(self._workload, costs, self._lengths)
         shared = self._workload.model.layers * attention / (stages * candidate.data)
         tokens = self._tokens / (candidate.data * many)
         layers = self._workload.model.layers // stages
@@ -292,40 +298,6 @@ class Bounds:
         head = tokens * sum(costs.head_seconds()) + sum(costs.head_launch_seconds())
         ticks = len(options_of(candidate).tick_schedule(many, stages).ticks) / 2
         return max(shared + many * (tick + head / stages), ticks * tick + many * head)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Figures of a configuration's first micro-batches.
-
-    Attributes:
-        outcome: figures of an iteration with these alone.
-        promised: seconds of the whole iteration, if the sample's ratio to its `estimate` holds.
-    """
-
-    outcome: Outcome
-    promised: float
-
-    @property
-    def least(self) -> float:
-        """Seconds that the whole iteration takes at least, by experience."""
-        return _PROMISED * self.promised
-
-
-def _few(candidate: Candidate) -> int:
-    """Server pools that are simulated for a bound."""
-    return max(_SERVERS // (candidate.pool_size or 1), 2)
-
-
-def _pairs(workload: Workload, lengths: Int64s) -> Floats:
-    """Visible pairs of each document in a mean layer, `[documents]`."""
-    model, zeros = workload.model, np.zeros_like(lengths)
-    masks: list[Mask] = [model.masks.of_layer(number) for number in range(model.layers)]
-    pairs: Floats = np.zeros(len(lengths))
-    for mask in dict.fromkeys(masks):
-        share = masks.count(mask) / len(masks)
-        pairs = pairs + share * mask.pairs(zeros, lengths, zeros, lengths)
-    return pairs
 
 
 def _evenly(

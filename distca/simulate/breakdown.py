@@ -71,6 +71,10 @@ class Breakdown:
         """Seconds of the iteration."""
         return float(sum(asdict(self).values()))
 
+    def scaled(self, factor: float) -> Breakdown:
+        """Returns the parts of an iteration that takes `factor` times as long."""
+        return Breakdown(**{name: factor * each for name, each in asdict(self).items()})
+
     def less_for_a_percent(self) -> dict[str, float]:
         """Returns, of each cost beside the linear layers and attention, which share of it would
         have to go for an iteration that is 1% shorter; those that have less are left out."""

@@ -63,6 +63,22 @@ def simulate_ticks(
     return run.outcome()
 
 
+def seconds_of_ticks(
+    planned: PlannedGlobalBatch, costs: ModelCosts, *, backward: BackwardInputs = "resend"
+) -> float:
+    """Simulates ticks of a global batch; returns the seconds until the last rank has done them.
+
+    Args:
+        planned: some ticks with their plans, forward or backward ones in any order.
+        costs: costs of the model on the cluster.
+        backward: value of `--distca-backward`.
+
+    Raises:
+        ValueError: as `simulate_ticks`.
+    """
+    return _Run(planned, costs, None, "none", None, False, backward).seconds_of_ticks()
+
+
 class _Run:
     """Simulated iteration: the ranks' resources, and the nano-batches under way."""
 
@@ -107,6 +123,29 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Runs all ticks and the reduction of gradients."""
+        tokens = self._run_ticks()
+        self._reduce_gradients()
+        resources, costs = self._resources, self._costs
+        return Outcome(
+            float(resources.clock.max()),
+            tokens,
+            resources.ranks * costs.tensor_parallel,
+            self._memory(),
+            costs.cluster.usable_bytes,
+            resources.computed,
+            resources.exposed,
+            np.zeros(resources.ranks),
+            resources.sent,
+            tuple(resources.spans),
+        )
+
+    def seconds_of_ticks(self) -> float:
+        """Runs all ticks alone."""
+        self._run_ticks()
+        return float(self._resources.clock.max())
+
+    def _run_ticks(self) -> int:
+        """Runs all ticks; returns the tokens that the first stage takes in."""
         resources, planned, tokens = self._resources, self._planned, 0
         first = planned.servers[0]
         for number, (planned_tick, goes_back) in enumerate(
@@ -128,20 +167,7 @@ class _Run:
                 self._held = np.where(runs, held, self._held)
             self._pass_on(tick, nano_costs)
         resources.labels = {}
-        self._reduce_gradients()
-        costs = self._costs
-        return Outcome(
-            float(resources.clock.max()),
-            tokens,
-            resources.ranks * costs.tensor_parallel,
-            self._memory(),
-            costs.cluster.usable_bytes,
-            resources.computed,
-            resources.exposed,
-            np.zeros(resources.ranks),
-            resources.sent,
-            tuple(resources.spans),
-        )
+        return tokens
 
     def _costs_of(self, tick: PlannedTick) -> list[PlanCosts]:
         if tick.number not in self._plan_costs:

@@ -10,7 +10,7 @@ the efforts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from distca.plan.span import Int64s
 from distca.simulate.bounds import Bounds
 from distca.simulate.choice import Choice
 from distca.simulate.effort import Effort, Evaluate
+from distca.simulate.parts import RunParts, few_pools, glance
 from distca.simulate.space import (
     candidates,
     divisions,
@@ -30,6 +31,7 @@ from distca.simulate.space import (
     with_smaller_buffers,
 )
 from distca.simulate.speed_up import SpeedUp
+from distca.simulate.stand_ins import StandIns
 from distca.simulate.trials import Trial
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
@@ -44,6 +46,13 @@ _NEAR = 1.005
 _HOPEFUL = 1.1
 """Ratio to the fastest up to which one that has run the several batches of the first round runs
 more."""
+_PROMISED = 0.95
+"""Share of the seconds that a part of an iteration promises which all of it takes at least: two
+ticks promised 0.97 to 1.03 times as many as more of them took, on 1,024 GPUs."""
+_CLOSE = 1.01
+"""Ratio to the seconds of the best up to which another may be faster that a part stood for."""
+_COMPARED, _SWEPT = 0.5, 0.7
+"""Share of a search's time until its first rounds are over, and variants of the best, about."""
 _SURE = 8
 """Batches that tell the range of a ratio. Long documents are in few batches, so that 4 of 2
 sequences may all lie on one side: two layouts of WLB-LLM at 512K had 1.050 there, and 0.963 over
@@ -58,6 +67,8 @@ def find_best(
     stages: Sequence[int],
     evaluate: Evaluate,
     effort: Effort,
+    parts_of: Callable[[int], RunParts] | None = None,
+    reached: Callable[[float], None] = lambda share: None,
 ) -> Choice:
     """Finds the best configuration of a system.
 
@@ -69,14 +80,21 @@ def find_best(
         stages: pipeline sizes to try.
         evaluate: simulates configurations.
         effort: extent of the search.
+        parts_of: function of a batch's number, which returns what simulates parts of its
+            iterations; None: this process does.
+        reached: called with the share of the search that is done, as far as that is known.
 
     Raises:
         ValueError: there is no such system.
     """
     tried = len(divisions(system, workload, tensor, stages))
     able = candidates(system, workload, tensor, stages)
-    bounds = [Bounds(workload, documents) for documents in batches[: effort.first]]
-    search = _Search(workload, batches, evaluate, effort, [*able], bounds)
+    bounds = [
+        Bounds(workload, documents, None if parts_of is None else parts_of(number))
+        for number, documents in enumerate(batches)
+    ]
+    first, later = bounds[: effort.first], bounds[effort.first :]
+    search = _Search(workload, batches, evaluate, effort, [*able], first, later=later)
     if effort.fitting is None:
         search.left.sort(key=search.bound)
     else:
@@ -84,8 +102,11 @@ def find_best(
     best: Candidate | None = None
     while search.left and best is None:
         best = search.next_best()
+        reached(_COMPARED)
         if best is not None:
-            best = search.in_all_batches(search.sweep(best))
+            best = search.sweep(best)
+            reached(_SWEPT)
+            best = search.in_all_batches(best)
         if best is None and not search.left:
             search.left = search.last_resorts()
     # Server pools are variants of sizes, and may have run with other numbers of micro-batches.
@@ -122,6 +143,7 @@ class _Search:
         left: configurations that have not run, in the order in which they do.
         bounds: lower bounds of their time in each batch of the first round.
         trials: figures of configurations that ran, of the first batches.
+        later: bounds of the other batches.
     """
 
     workload: Workload
@@ -131,6 +153,7 @@ class _Search:
     left: list[Candidate]
     bounds: Sequence[Bounds]
     trials: dict[Candidate, Sequence[Trial]] = field(default_factory=dict)
+    later: Sequence[Bounds] = ()
 
     def next_best(self) -> Candidate | None:
         """Takes configurations through all rounds; returns the fastest that fits, if any does."""
@@ -157,13 +180,15 @@ class _Search:
         """Number of batches of the first round."""
         return len(self.bounds)
 
+    @property
+    def _stand_ins(self) -> StandIns:
+        alone = self._compared_batches == 1
+        batches = [*self.bounds, *(self.later if alone else ())]
+        return StandIns(self.workload, self.evaluate, alone, batches)
+
     def bound(self, candidate: Candidate) -> float:
         """Returns seconds that the batches of the first round take at least."""
         return sum(bounds.seconds(candidate) for bounds in self.bounds)
-
-    def _least_memory(self, candidate: Candidate) -> float:
-        """Returns bytes that a GPU needs at least with server pools; 0.0 where that is unknown."""
-        return max(bounds.least_memory(candidate) for bounds in self.bounds)
 
     def _race(
         self, some: Sequence[Candidate], count: int, worth_it: float = 1.0
@@ -231,16 +256,21 @@ class _Search:
     def _run_alternatives(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Runs alternatives of configurations, with more micro-batches where they do not fit, but
         for those that `Effort.keep` leaves out; returns those that fit."""
-        more, usable = self.effort.alternatives, self.workload.cluster.usable_bytes
+        more = self.effort.alternatives
         left = [o for each in found for o in (more(each, self.workload) if more else [])]
         able: list[Candidate] = []
         while left:
-            failed = [each for each in left if self._least_memory(each) > usable]
-            left = sorted((each for each in left if each not in failed), key=self._least)
+            failed = self._stand_ins.too_large(left)
+            left = [each for each in left if each not in failed]
+            for bounds in self.bounds:
+                bounds.prepare(few_pools, [*filter(bounds.has_many_pools, left)])
+            left = sorted(left, key=self._least)
             some = [each for each in left if self._least(each) <= self._most][:_PAIR]
             able += self._run(some, self._first)
             failed += [each for each in some if not self._fits(each)]
             left = [each for each in left if each not in some] if some else []
+            # No number of micro-batches cuts a document that is too long for its pool.
+            failed = [c for c in failed if not any(b.holds_no_document(c) for b in self.bounds)]
             left += [o for each in failed for o in with_more_micro_batches(each, self.workload)]
         return able
 
@@ -285,10 +315,9 @@ class _Search:
         return seconds
 
     def _promised(self, candidate: Candidate) -> float:
-        """Returns the same, from samples where there are many ticks."""
-        samples = [bounds.sample(candidate) for bounds in self.bounds]
-        told = sum(each.least for each in samples if each is not None)
-        return max(self._least(candidate), told)
+        """Returns seconds that a configuration promises: where there are many ticks by two of
+        them."""
+        return max(self._least(candidate), sum(each.promised(candidate) for each in self.bounds))
 
     def _take(
         self, number: int, fitting: Sequence[Candidate], behind: list[Candidate]
@@ -300,24 +329,44 @@ class _Search:
             fitting: configurations that have run in this round, and fit.
             behind: where those are added that samples leave out.
         """
-        left = self.left
         some: list[Candidate] = []
         wave = min(number, _WAVE if self.effort.alternatives is None else _PAIR)
         most = self._most
         most_taken = max(wave, self._considered(number))
         slow: list[Candidate] = []
-        for candidate in left:
-            if len(some) == most_taken or len(some) + len(slow) == number:
+        while len(some) < most_taken and len(some) + len(slow) < number:
+            left = min(most_taken - len(some), number - len(some) - len(slow))
+            able = self._able([*fitting, *some, *slow, *behind], left)
+            if not able:
                 break
-            before = (*fitting, *some, *behind)
-            divided = any(only_divides_further(candidate, other) for other in before)
-            if not divided and self._least(candidate) <= most:
-                (some if self._promised(candidate) <= most else slow).append(candidate)
+            for bounds in self.bounds:
+                bounds.prepare(glance, [*filter(bounds.has_many_ticks, able)])
+            for each in able:
+                promised = max(self._least(each), _PROMISED * self._promised(each))
+                (some if promised <= most else slow).append(each)
         behind += slow
         if len(some) > wave:
             some = sorted(some, key=self._promised)[:wave]
-        left[:] = [candidate for candidate in left if candidate not in (*some, *slow)]
+        self.left[:] = [candidate for candidate in self.left if candidate not in (*some, *slow)]
         return some
+
+    def _able(self, before: Sequence[Candidate], number: int) -> list[Candidate]:
+        """Returns the next few of `left` whose bounds leave them in, and that do more than divide
+        others further.
+
+        Args:
+            before: configurations that ran, or that come before them.
+            number: most configurations to return.
+        """
+        most, able = self._most, list[Candidate]()
+        for candidate in self.left:
+            if len(able) == number:
+                break
+            others = (*before, *able)
+            divided = any(only_divides_further(candidate, other) for other in others)
+            if candidate not in before and not divided and self._least(candidate) <= most:
+                able.append(candidate)
+        return able
 
     def _considered(self, number: int) -> int:
         """Returns how many of the next configurations are held against each other before they run:
@@ -329,19 +378,24 @@ class _Search:
         """Returns the best configuration if it fits in all batches, else one that does: of those
         that have run most batches the fastest; None: none does.
 
-        A few server pools promise more than all of them take. So one that ran the first batch with
-        all its ranks takes their place if it is faster.
+        Parts of iterations that stand for all of them may promise too little, or too much. So
+        another that may be faster takes their place if it is.
         """
-        whole = [each for each in self.trials if not self._few_pools_choose([each])]
+        whole = [each for each in self.trials if not self._stand_ins.able([each])]
         for candidate in (best, *self._most_tried([*self.trials])):
             if not self._run([candidate], len(self.batches), last=True):
                 continue
-            if candidate not in whole:
-                seconds = self._seconds(candidate, 1)
-                faster = [c for c in whole if self._fits(c) and self._seconds(c, 1) < seconds]
-                able = [candidate, *self._run(faster, len(self.batches), last=True)]
-                return min(able, key=lambda each: self._seconds(each, len(self.batches)))
-            return candidate
+            if candidate in whole:
+                return candidate
+            seconds = self._seconds(candidate, 1)
+            able = [each for each in self.trials if each != candidate and self._fits(each)]
+            faster = [c for c in able if c in whole and self._seconds(c, 1) < seconds]
+            # Of those that promise about as little, one.
+            near = [c for c in able if self._stand_ins.have_many_ticks([c])]
+            near = [c for c in near if self._seconds(c, 1) < _CLOSE * seconds]
+            faster += sorted(near, key=lambda each: self._seconds(each, 1))[:1]
+            ran = [candidate, *self._run(faster, len(self.batches), last=True)]
+            return min(ran, key=lambda each: self._seconds(each, len(self.batches)))
         return None
 
     def _most_tried(self, some: Sequence[Candidate]) -> list[Candidate]:
@@ -376,14 +430,11 @@ class _Search:
         first, count = self._first, self._compared_batches
         for variants, worth_it in self.effort.sweeps:
             tried = variants(best, self.workload)
-            if self._few_pools_choose([best, *tried]):
-                usable = self.workload.cluster.usable_bytes
-                fit = [best, *(c for c in tried if self._least_memory(c) <= usable)]
-                least = min(map(self.bound, fit))
-                best = next(c for c in fit if self.bound(c) <= worth_it * least)
+            if self._stand_ins.have_many_pools([best, *tried]):
+                best = self._stand_ins.of_pools([best, *tried], worth_it)
                 continue
-            if count == 1 and all(map(self.bounds[0].has_many_ticks, (best, *tried))):
-                best = self._best_by_samples([best, *tried], worth_it)
+            if self._stand_ins.have_many_ticks([best, *tried]):
+                best = self._stand_ins.of_ticks([best, *tried], worth_it)
                 continue
             most = max(worth_it, _NEAR) * self._seconds(best, first)
             tried = [c for c in tried if c.pool_size is None or self.bound(c) <= most]
@@ -396,18 +447,6 @@ class _Search:
             fastest = min(self._seconds(candidate, count) for candidate in able)
             best = next(c for c in able if self._seconds(c, count) <= worth_it * fastest)
         return best
-
-    def _best_by_samples(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
-        """Returns the first of configurations with many ticks that promises to take no longer than
-        the others."""
-        samples = {each: self.bounds[0].sample(each) for each in some}
-        promised = {
-            each: sample.promised
-            for each, sample in samples.items()
-            if sample is not None and sample.outcome.fits
-        }
-        least = min(promised.values(), default=np.inf)
-        return next((each for each in promised if promised[each] <= worth_it * least), some[0])
 
     def failed(self) -> int:
         """Counts the sizes that ran and don't fit, in any variant; unless one of them is left."""
@@ -425,36 +464,25 @@ class _Search:
             last: whether these are their last figures. Else, where one batch chooses, a few server
                 pools stand for many.
         """
-        few = []
+        able, standing = [], [each for each in some if self._stand_ins.able([each])]
+        if not last:
+            self._stand_ins.prepare(standing)
         for candidate in some:
-            sample = self.bounds[0].sample(candidate)
-            if sample is not None and not sample.outcome.fits and candidate not in self.trials:
-                # More micro-batches take no less memory.
-                self.trials[candidate] = [Trial.of(sample.outcome)]
-            if not last and self._few_pools_choose([candidate]):
-                few.append(candidate)
-                self.trials.setdefault(candidate, [self._of_few_pools(candidate)])
-        able = [each for each in some if self._fits(each) and each not in few]
+            if candidate not in standing:
+                able.append(candidate)
+            elif not last:
+                self.trials.setdefault(candidate, [self._stand_ins.trial(candidate)])
+            elif self._fits(candidate):
+                self.trials[candidate] = self._stand_ins.extended(candidate, count)
+        able = [each for each in able if self._fits(each)]
         if able:
             # Plans of many ticks take minutes, so that they are made once.
             parts = last or any(map(self.bounds[0].has_many_ticks, able))
             for candidate, run in self.evaluate(able, count, parts=parts).items():
-                # What ran more batches before keeps them; all pools replace a few of them.
+                # What ran more batches before keeps them.
                 self.trials[candidate] = max(run, self.trials.get(candidate, ()), key=len)
         able = [candidate for candidate in some if self._fits(candidate)]
         return sorted(able, key=lambda each: self._seconds(each, count))
-
-    def _few_pools_choose(self, some: Sequence[Candidate]) -> bool:
-        """Whether a few of the server pools choose among configurations: where one batch chooses,
-        and all have many pools."""
-        return self._compared_batches == 1 and all(map(self.bounds[0].has_many_pools, some))
-
-    def _of_few_pools(self, candidate: Candidate) -> Trial:
-        """Returns the first batch's figures, as far as a few server pools tell them."""
-        of_few, least = self.bounds[0].few_pools(candidate), self._least_memory(candidate)
-        assert of_few is not None
-        fits = least <= self.workload.cluster.usable_bytes
-        return replace(Trial.of(of_few), fits=fits, memory_gb=least / 1e9)
 
     def _fits(self, candidate: Candidate) -> bool:
         return all(trial.fits for trial in self.trials.get(candidate, ()))

@@ -358,7 +358,12 @@ def least_memory(candidate: Candidate, workload: Workload) -> float:
     )
 
 
-def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> float:
+def estimate(
+    candidate: Candidate,
+    workload: Workload,
+    sequences: Sequence[Int64s],
+    ticks: int | None = None,
+) -> float:
     """Returns the seconds of an iteration if core attention were perfectly shared out and exchanges
     free.
 
@@ -366,6 +371,7 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
         candidate: a configuration with `--distca`.
         workload: model, cluster and sizes.
         sequences: lengths of the documents in each sequence of a global batch.
+        ticks: number of ticks, forward and backward ones; None: those of the configuration.
     """
     assert candidate.system not in BASELINES, candidate.system
     costs = workload.costs(candidate.tensor)
@@ -384,5 +390,7 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
     tick += (1 + candidate.ping_pong) * layers * float(costs.passes @ launches) + sum(
         costs.head_launch_seconds()
     )
-    schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
-    return shared + tick * len(schedule.ticks) / 2
+    if ticks is None:
+        schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
+        ticks = len(schedule.ticks)
+    return shared + tick * ticks / 2

@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from distca.plan.span import Int64s
 from distca.schedule import BufferBoundError
 from distca.schedule.training.planner_process import PlannerProcess, ProcessEndedError
-from distca.simulate.breakdown import Breakdown, simulate_and_break_down
+from distca.simulate.breakdown import Breakdown, break_down, simulate_and_break_down
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.outcome import Outcome
+from distca.simulate.parts import Part, PartFigures, RunParts
 from distca.simulate.workload import Candidate, Workload, simulate
 
 
@@ -74,6 +75,24 @@ class Trial:
         except BufferBoundError:
             return Trial.impossible(workload)
 
+    def scaled(self, whole: Trial, part: Trial, usable: float) -> Trial:
+        """Returns the figures of an iteration of which these are a part's.
+
+        Args:
+            whole: figures of another batch's iteration.
+            part: those of the same part of that.
+            usable: bytes of a GPU.
+        """
+        memory = self.memory_gb * whole.memory_gb / part.memory_gb
+        return Trial(
+            memory * 1e9 <= usable,
+            self.seconds * whole.seconds / part.seconds,
+            whole.tokens,
+            memory,
+            self.idle + whole.idle - part.idle,
+            self.exposed + whole.exposed - part.exposed,
+        )
+
     @staticmethod
     def impossible(workload: Workload) -> Trial:
         """Figures of an iteration for which there is no plan."""
@@ -88,6 +107,15 @@ class Told(Protocol):
     def __call__(self, candidate: Candidate, /) -> None: ...
 
 
+Found = TypeVar("Found")
+
+
+def _call(function: Callable[..., Found], *arguments: object) -> Found:
+    """Calls a function, in a simulating process."""
+    return function(*arguments)
+
+
+_Process: TypeAlias = PlannerProcess[Any]
 _Unit: TypeAlias = tuple[Candidate, int, bool]
 """A configuration, the number of the batch, and whether its time is broken down."""
 
@@ -118,16 +146,16 @@ class Trials:
         self._processes = processes
         self._stack = ExitStack()
         self._threads: ThreadPoolExecutor | None = None
-        self._free: queue.SimpleQueue[PlannerProcess[Trial]] = queue.SimpleQueue()
-        self._hybrid: PlannerProcess[Trial] | None = None
+        self._free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self._hybrid: _Process | None = None
 
     @property
     def has_processes(self) -> bool:
         """Whether systems may be searched on threads, beside each other."""
         return self._processes > 1
 
-    def _start(self) -> PlannerProcess[Trial]:
-        process = PlannerProcess(Trial.run, "the simulating process")
+    def _start(self) -> _Process:
+        process = PlannerProcess(_call, "the simulating process")
         # Before the threads end: a call that one waits for ends, too.
         self._stack.callback(process.close)
         return process
@@ -196,15 +224,65 @@ class Trials:
         return Trial.run(candidate, self._workload, self._batches[number], parts)
 
     def _elsewhere(self, unit: _Unit) -> Trial:
+        return self._on_a_free_one(lambda process: self._in(process, unit))
+
+    def _on_a_free_one(self, call: Callable[[_Process], Found]) -> Found:
         process = self._free.get()
         try:
-            return self._in(process, unit)
+            return call(process)
         finally:
             self._free.put(process)
 
-    def _in(self, process: PlannerProcess[Trial], unit: _Unit) -> Trial:
+    def _in(self, process: _Process, unit: _Unit) -> Trial:
         candidate, number, parts = unit
+        return self._ask(process, Trial.run, candidate, number, parts)
+
+    def _ask(
+        self,
+        process: _Process,
+        function: Callable[..., Found],
+        candidate: Candidate,
+        number: int,
+        *others: object,
+    ) -> Found:
+        """Calls a function of a configuration, the workload and a batch in a process."""
         try:
-            return process(candidate, self._workload, self._batches[number], parts)
+            found: Found = process(
+                function, candidate, self._workload, self._batches[number], *others
+            )
         except ProcessEndedError as error:
             raise ChildProcessError(str(error)) from None
+        return found
+
+    def break_down(self, candidate: Candidate) -> Breakdown:
+        """Says what the first batch's time is spent on, as `breakdown.break_down` does."""
+        if self._threads is None:
+            return break_down(candidate, self._workload, self._batches[0])
+        if candidate.system == HYBRID:
+            assert self._hybrid is not None
+            return self._ask(self._hybrid, break_down, candidate, 0)
+        return self._on_a_free_one(lambda process: self._ask(process, break_down, candidate, 0))
+
+    def parts_of(self, number: int) -> RunParts:
+        """Returns what simulates parts of a batch's iterations.
+
+        Args:
+            number: number of the batch.
+        """
+
+        def run(part: Part[PartFigures], some: Sequence[Candidate]) -> list[PartFigures]:
+            def one(candidate: Candidate) -> PartFigures:
+                if self._threads is None:
+                    return part(candidate, self._workload, self._batches[number])
+                return self._on_a_free_one(
+                    lambda process: self._ask(process, part, candidate, number)
+                )
+
+            each = map(one, some) if self._threads is None else self._threads.map(one, some)
+            found = []
+            for candidate, figures in zip(some, each, strict=True):
+                self._told(candidate)
+                found.append(figures)
+            return found
+
+        return run

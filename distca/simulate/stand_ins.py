@@ -1,0 +1,128 @@
+"""Parts of iterations that stand for all of them while a search compares configurations.
+
+They do where one batch chooses and planning takes long: among many server pools or ticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.simulate.bounds import Bounds
+from distca.simulate.effort import Evaluate
+from distca.simulate.parts import few_pools, glance, largest_micro_batch, sample
+from distca.simulate.trials import Trial
+from distca.simulate.workload import Candidate, Workload
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Parts of iterations.
+
+    Attributes:
+        workload: model, cluster and sizes.
+        evaluate: simulates configurations.
+        alone: whether one batch chooses among configurations.
+        batches: bounds of all batches, or of the first ones.
+    """
+
+    workload: Workload
+    evaluate: Evaluate
+    alone: bool
+    batches: Sequence[Bounds]
+
+    @property
+    def _first(self) -> Bounds:
+        return self.batches[0]
+
+    def able(self, some: Sequence[Candidate]) -> bool:
+        """Whether a part of an iteration stands for each of the configurations."""
+        return self.alone and all(map(self._first.stands_in, some))
+
+    def have_many_pools(self, some: Sequence[Candidate]) -> bool:
+        """Whether server pools do."""
+        return self.alone and all(map(self._first.has_many_pools, some))
+
+    def have_many_ticks(self, some: Sequence[Candidate]) -> bool:
+        """Whether micro-batches and ticks do."""
+        return self.alone and all(map(self._first.has_many_ticks, some))
+
+    def prepare(self, some: Sequence[Candidate]) -> None:
+        """Simulates the parts of configurations, at a time where that can be."""
+        self._first.prepare(few_pools, [*filter(self._first.has_many_pools, some)])
+        ticks = [*filter(self._first.has_many_ticks, some)]
+        self._first.prepare(glance, ticks)
+        self._first.prepare(sample, ticks)
+
+    def trial(self, candidate: Candidate) -> Trial:
+        """Returns the first batch's figures, as far as a part tells them."""
+        return self._first.stand_in(candidate)
+
+    def extended(self, candidate: Candidate, count: int) -> list[Trial]:
+        """Returns figures of the first batches, up to one in which a configuration does not fit.
+
+        The first one is simulated whole, unless that takes minutes. Parts of the others say how
+        much longer they take.
+
+        Args:
+            candidate: configuration for which a part stood.
+            count: number of batches.
+        """
+        every, first = self.batches[:count], self._first
+        whole = self.trial(candidate)
+        if first.has_many_ticks(candidate):
+            seconds = [bounds.promised(candidate) for bounds in self._glanced(candidate, every)]
+            parts = [replace(whole, seconds=whole.seconds * s / seconds[0]) for s in seconds]
+        else:
+            with ThreadPoolExecutor(len(every)) as threads:
+                parts = list(threads.map(lambda bounds: bounds.stand_in(candidate), every))
+        fits = [part.fits for part in parts]
+        if not all(fits):
+            return parts[: fits.index(False) + 1]
+        if first.takes_minutes(candidate):
+            return [first.broken_down(candidate), *parts[1:]]
+        (whole,) = self.evaluate([candidate], 1, parts=True)[candidate]
+        usable = self.workload.cluster.usable_bytes
+        others = parts[1:] if whole.fits else []
+        return [whole, *(each.scaled(whole, parts[0], usable) for each in others)]
+
+    @staticmethod
+    def _glanced(candidate: Candidate, every: Sequence[Bounds]) -> Sequence[Bounds]:
+        """Simulates two ticks of each batch, at a time where that can be."""
+        with ThreadPoolExecutor(len(every)) as threads:
+            for _ in threads.map(lambda bounds: bounds.prepare(glance, [candidate]), every):
+                pass
+        return every
+
+    def too_large(self, some: Sequence[Candidate]) -> list[Candidate]:
+        """Returns the configurations with server pools that are known not to fit."""
+        for bounds in self.batches:
+            pools = [*filter(bounds.has_many_pools, some)]
+            unknown = [each for each in pools if not bounds.holds_no_document(each)]
+            bounds.prepare(largest_micro_batch, unknown)
+        usable = self.workload.cluster.usable_bytes
+        return [c for c in some if max(b.least_memory(c) for b in self.batches) > usable]
+
+    def of_pools(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
+        """Returns the first of configurations with many server pools that fits and takes about as
+        little as the others: the best so far, or a variant of it."""
+        too_large = self.too_large(some[1:])
+        fit = [each for each in some if each not in too_large]
+        self._first.prepare(few_pools, fit)
+        least = min(map(self._first.seconds, fit))
+        return next(c for c in fit if self._first.seconds(c) <= worth_it * least)
+
+    def of_ticks(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
+        """Returns the same of configurations with many ticks."""
+        self._first.prepare(glance, some)
+        left = {each: self._first.promised(each) or np.inf for each in some}
+        while len(left) > 1:
+            least = min(left.values())
+            best = next(each for each in left if left[each] <= worth_it * least)
+            if best == some[0] or self.trial(best).fits:
+                return best
+            del left[best]
+        return some[0]
