@@ -130,12 +130,13 @@ def main() -> None:
         "that computes or copies on the device; the replay of a CUDA graph is one. "
         "Left of each arrow is the first "
         f"count that was kept (training since commit {of_training}, models since {of_answers}, "
-        f"layers since {of_layers}). "
+        f"layers since {of_layers}; some rows since later ones). "
         "Right of it is the count of this version.",
         "",
         "## A training step of two layers",
         "",
-        "Launches are the sum of all ranks. All jobs except *one rank* have two ranks; "
+        "Launches are the sum of all ranks that have layers. All jobs except *one rank* have two "
+        "ranks; "
         "[test_simulated_training.py](../../tests/simgpu/test_simulated_training.py) has their "
         "flags. The waits are Megatron-LM's, except those of the capture of graphs.",
         "",

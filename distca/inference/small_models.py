@@ -64,24 +64,37 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def save_small_model(family: str, folder: Path, end: int | None = None, **changes: object) -> Path:
+def save_small_model(
+    family: str,
+    folder: Path,
+    end: int | None = None,
+    *,
+    draws_norms: bool = False,
+    **changes: object,
+) -> Path:
     """Writes a model of a family, the same one each time, and returns its folder.
 
     Args:
         family: `model_type` of the family.
         folder: folder in which that of the model is made.
         end: token that ends an answer; None: none does.
+        draws_norms: whether weights of norms are random, too, rather than those of a new model.
         changes: other values of its configuration.
     """
     import transformers
 
     name, special = FAMILIES[family]
     config = getattr(transformers, name)(**SIZES | special | changes)
-    return save_model(transformers.AutoModelForCausalLM, config, folder / family, end)
+    kind = transformers.AutoModelForCausalLM
+    return save_model(kind, config, folder / family, end, draws_norms)
 
 
 def save_model(
-    kind: type[AutoModel], config: PreTrainedConfig, folder: Path, end: int | None = None
+    kind: type[AutoModel],
+    config: PreTrainedConfig,
+    folder: Path,
+    end: int | None = None,
+    draws_norms: bool = False,
 ) -> Path:
     """Writes a model with random weights, and returns its folder.
 
@@ -90,6 +103,7 @@ def save_model(
         config: its configuration.
         folder: its folder.
         end: token that ends an answer; None: none does, as tokens are random.
+        draws_norms: see `save_small_model`.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -101,6 +115,9 @@ def save_model(
             if weight.dim() > 1 or name.endswith(("bias", "sinks")):
                 # Large enough that tokens differ, and small enough that float32 stays exact.
                 weight.normal_(0, 0.08)
+        for name, weight in model.named_parameters():
+            if draws_norms and name.endswith("norm.weight"):
+                weight.uniform_(-0.5, 1.5)
     model.generation_config.eos_token_id = end
     # Each rank writes its own folder, where transformers would write on rank 0 alone.
     model.should_save_on_this_rank = lambda is_main_process: True

@@ -154,6 +154,7 @@ def test_json(broken, capsys) -> None:
     ("flags", "says"),
     [
         (["--ranks", "0"], "at least 1"),
+        (["--ranks", "65"], "--ranks 65: give at most 64 on CPUs"),
         (["--stages", "all"], "invalid choice"),
         (["--output", ""], "--output: give a folder, such as machine"),
     ],

@@ -120,7 +120,7 @@ def test_rows_are_padded_to_the_next_size() -> None:
 
 
 def test_who_has_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs have, unless a flag says otherwise, or layers ask the device what to do."""
+    """GPUs have, unless a flag says otherwise; not for layers that ask the host what to do."""
     made: list[torch.device] = []
     monkeypatch.setattr("distca.inference.cuda_graphs.CudaCapture", made.append)
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
@@ -136,11 +136,12 @@ def test_who_has_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (llama, cpu, False),
         (llama, gpu, True),
         (replace(llama, tensor_parallel_size=2), gpu, False),
-        (experts, gpu, False),
-        (growing, gpu, False),
     ):
         assert capture_for(model, device, enforce_eager) is None
     assert made == [gpu]
+    # On CPUs experts are transformers' own.
+    asking = [each.runnable(cpu).asks_host for each in (llama, experts, growing)]
+    assert asking == [False, True, True]
 
 
 def whole_and_without(model: ServedModel) -> tuple[float, int, int]:

@@ -134,7 +134,7 @@ def test_a_client_says_which_prompts_it_waits_for() -> None:
 
 def test_what_cannot_be_read_is_no_end(caplog) -> None:
     """Whoever reaches the addresses can send anything."""
-    front = front_of(lease=5.0)
+    front = front_of(lease=60.0)
     client = client_of(front)
     meet(front, client)
     client.begin(Transfer(0), [1] * 20, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from distca.prefill.ranks import PrefillCounts, PrefillRank
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.handoff.protocol import Transfer
+from support.ports import free_port
 from support.small_models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
@@ -223,9 +223,7 @@ class Reader:
 
 def free_address() -> str:
     """An address of this machine at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

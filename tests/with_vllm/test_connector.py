@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh -
 
 from distca.schedule.serving.handoff.protocol import Transfer
 from support.byte_tokenizer import chat_tokenizer
+from support.ports import free_port
 from support.prefills import Reader, free_address, prompt
 from support.small_models import save_small_model
 from support.vllm_server import MIN_TOKENS, Server, prefill, vllm_serve
@@ -62,9 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         end=2,
     )
     chat_tokenizer().save_pretrained(folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / "vllm.log"
     with vllm_serve(folder, free_address(), port, log) as running:
         yield running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
 
 from support.byte_tokenizer import chat_tokenizer
+from support.ports import free_port
 from support.prefills import Reader, free_address, prompt
 from support.small_models import save_small_model
 from support.vllm_server import MIN_TOKENS, prefill, vllm_serve
@@ -27,9 +27,7 @@ def test_two_processes_of_vllm_answer_as_without_ranks(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 8192}
     folder, address = save_small_model("llama", tmp_path, **sizes), free_address()
     chat_tokenizer().save_pretrained(folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     lengths = (MIN_TOKENS + 1, 300, 1500, 40, 2100)
     bodies = [
         {

@@ -45,7 +45,7 @@ def check_answers(context: Context) -> Found:
     prompts = [[(7 * n + n * n) % VOCABULARY for n in range(length)] for length in lengths]
     ways = [("eager", True), ("CUDA graphs", False)] if context.on_gpu else [("eager", True)]
     for (family, strategy), (way, eager) in itertools.product(FAMILIES.items(), ways):
-        folder = str(save_small_model(family, context.folder))
+        folder = str(save_small_model(family, context.folder, draws_norms=True))
         model = read_model(folder, context.dtype)
         config = configure(
             model,
@@ -84,7 +84,7 @@ def _run_alone(context: Context) -> tuple[str, str, str] | None:
         What is wrong, what to do, and what was printed; None: nothing failed.
     """
     arguments = ["verify", "--ranks", "1", "--stages", "answers", "--output", str(context.folder)]
-    status, printed = run_apart("distca", arguments, _SECONDS_ALONE)
+    status, printed = run_apart("distca", arguments, _SECONDS_ALONE, context.folder)
     if status == 0:
         return None
     report = context.folder / REPORT

@@ -7,17 +7,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_apart(module: str, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
+def run_apart(
+    module: str, arguments: Sequence[str], seconds: float, folder: Path
+) -> tuple[int | None, str]:
     """Runs a Python module as a user starts it, and ends it and its children with this process.
 
     Args:
         module: name of the module.
         arguments: its arguments.
         seconds: how long it may take.
+        folder: folder for its temporary files.
 
     Returns:
         Its exit status, None if it did not end in time, and what it printed.
@@ -28,10 +32,11 @@ def run_apart(module: str, arguments: Sequence[str], seconds: float) -> tuple[in
         for name, value in os.environ.items()
         if name not in _LAUNCHED and not name.startswith("TORCHELASTIC_")
     }
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "distca.lifetime", str(os.getpid()), module, *arguments]
     with subprocess.Popen(
         command,
-        env=clean | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        env=clean | {"OMP_NUM_THREADS": threads, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import socket
 
@@ -12,6 +13,11 @@ from distca.commands.doctor import examine
 from distca.commands.verify.stage import Context, Fault, Found
 from distca.machine import cpu_name
 
+_PACKAGES = (
+    *("transformers", "megatron-core", "transformer-engine", "triton", "accelerate"),
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "nvshmem4py-cu13"),
+)
+"""Packages that decide what a rank runs."""
 LEAST_FREE = 1 << 30
 """Bytes of a GPU's memory that the other stages need: an eighth of what small GPUs have."""
 
@@ -29,6 +35,14 @@ def check_environment(context: Context) -> Found:
             f"rank {other} has {_named(versions[other])}, and rank 0 {_named(versions[0])}",
             "install the same versions on all machines",
         )
+    packages = context.gather({name: _version(name) for name in _PACKAGES})
+    for rank, its in enumerate(packages):
+        for name, version in its.items():
+            if version != packages[0][name]:
+                raise Fault(
+                    f"rank {rank} has {name} {version}, and rank 0 {packages[0][name]}",
+                    "install the same packages on all machines",
+                )
     machines = len(set(context.gather(socket.gethostname())))
     if not context.on_gpu:
         text = f"{_counted(context.size, 'rank')} on CPUs ({cpu_name()})"
@@ -48,6 +62,13 @@ def check_environment(context: Context) -> Found:
         f"{_named(versions[0])}, CUDA {torch.version.cuda}",
         {"ranks": context.size, "free_gb": least, "memory_gb": total / 1e9},
     )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _named(versions: tuple[str, str, str]) -> str:

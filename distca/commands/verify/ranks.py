@@ -42,6 +42,9 @@ _TIMEOUT = timedelta(minutes=10)
 _SCRATCH = "distca-verify-"
 _FURTHER_FAILURES = 1.0
 """Seconds in which other ranks may tell that they failed, too."""
+_SECONDS_TO_JOIN = 180
+"""Seconds in which all ranks must have started and found each other."""
+_STARTED, _JOINED = "started", "joined"
 _STACKS = "stacks"
 _SECONDS_OF_STACKS = 0.5
 _KILLED = "it was killed: is there memory left?"
@@ -223,7 +226,9 @@ def _serve(
     # Kept open: a signal writes to it, even if this process hangs in a library.
     stacks = (own / _STACKS).open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
+    pipe.send(_STARTED)
     context = join_ranks(rank, size, str(folder / "store"), own)
+    pipe.send(_JOINED)
 
     def fail(line: Line) -> None:
         pipe.send(line)
@@ -253,12 +258,20 @@ def _follow(
     fail of.
     """
     left = dict(zip(pipes, range(len(pipes)), strict=True))
+    reached: dict[int, str] = {}
+    due = time.monotonic() + _SECONDS_TO_JOIN
     told: list[str] = []
     failures: dict[int, Line] = {}
     died: int | None = None
     while left:
-        ready = wait(list(left), _FURTHER_FAILURES if failures else None)
+        joining = {rank for rank in left.values() if reached.get(rank) != _JOINED}
+        until_due = max(due - time.monotonic(), 0.0) if joining else None
+        ready = wait(list(left), _FURTHER_FAILURES if failures else until_due)
         if failures and not ready:
+            break
+        if joining and not ready:
+            rank = min(joining - reached.keys(), default=min(joining))
+            failures[rank] = _late(names[0], rank in reached)
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -270,7 +283,9 @@ def _follow(
                 if died is None:
                     died, failures[rank] = rank, _death(processes[rank], names[len(told)])
                 continue
-            if line is None:
+            if isinstance(line, str):
+                reached[rank] = line
+            elif line is None:
                 del left[pipe]
             elif line.state == "failed":
                 failures[rank] = line
@@ -297,6 +312,13 @@ def _stacks(processes: Sequence[BaseProcess], folder: Path) -> str:
     return "\n".join(
         f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists()
     )
+
+
+def _late(stage: str, has_started: bool) -> Line:
+    """The line of the first stage if ranks do not find each other."""
+    what = "find the other ranks" if has_started else "start"
+    text = f"it did not {what} in {_SECONDS_TO_JOIN} s"
+    return Line(stage, "failed", text, "see whether its process is stopped (ps)", 0.0, {})
 
 
 def _death(process: BaseProcess, stage: str) -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from typing import Any
 
 from distca.attention.choice import default_block_size
 from distca.commands.verify.predictions import NO_PREDICTION, measured_cluster, prefill_seconds
@@ -31,7 +32,7 @@ def measure_serving(context: Context) -> Found:
     if importlib.util.find_spec("transformers") is None:
         raise NotRun(f"transformers is not installed: {install('inference')}")
     length = _LARGE_PROMPT if context.is_fast else _SMALL_PROMPT
-    sizes = _LARGE if context.is_fast else {}
+    sizes: dict[str, Any] = dict(_LARGE) if context.is_fast else {}
     folder = save_small_model("llama", context.folder, max_position_embeddings=2 * length, **sizes)
     model = read_model(str(folder), context.dtype)
     config = configure(

@@ -198,13 +198,15 @@ def _train(context: Context, job: Job, ranks: int, flags: list[str]) -> Ran:
     arguments += ["--data-path", str(context.folder / "documents")]
     arguments += ["--bf16"] if context.on_gpu else []
     arguments += _flags_of_this_installation()
-    status, printed = run_apart(_LAUNCHER, arguments, _SECONDS)
+    status, printed = run_apart(_LAUNCHER, arguments, _SECONDS, context.folder)
     losses = [float(loss) for loss in _LOSS.findall(printed)]
     if status != 0 or len(losses) != STEPS:
         last = printed.strip().splitlines()[-1] if printed.strip() else "it printed nothing"
+        if status is not None and status < 0:
+            last = f"signal {-status} has ended it"
         name = "with --distca" if "--distca" in flags else "of plain Megatron"
-        cure = f"{SEND}; it was {shlex.join([sys.executable, '-m', _LAUNCHER, *arguments])}"
-        raise Fault(f"a run {name} failed: {last}", cure, printed[-_PRINTED:])
+        command = shlex.join([sys.executable, "-m", _LAUNCHER, *arguments])
+        raise Fault(f"a run {name} failed: {last}", SEND, f"{command}\n{printed[-_PRINTED:]}")
     seconds = [float(each) for each in _STEP_SECONDS.findall(printed)]
     norms = [float(each) for each in _GRAD_NORM.findall(printed)]
     return Ran(losses, norms, statistics.median(seconds[2:]))

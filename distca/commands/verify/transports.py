@@ -17,7 +17,7 @@ from distca.transport import CollectiveTransport, Transport, new_exchange_group
 from distca.transport.compiled_cuda import find_nvshmem
 from distca.transport.random_exchanges import Exchanges
 
-_EXCHANGES, _LARGEST = 40, 20_000
+_EXCHANGES, _LARGEST = 40, 200_000
 _TIMEOUT = timedelta(seconds=60)
 
 

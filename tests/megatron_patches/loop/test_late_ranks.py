@@ -16,6 +16,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_patches.loop.late_ranks import Seen, describe, late_ranks
+from support.ports import free_port
 from support.pretraining import FLAGS, ROOT, TOKENIZER
 from support.whole_runs import write_documents
 
@@ -138,10 +139,7 @@ def start_ranks(
         port: port of a store that a launcher hosts; None: the first rank does.
     """
     told = {"TORCHELASTIC_USE_AGENT_STORE": str(port is not None)}
-    if port is None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+    port = free_port() if port is None else port
     told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     told |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     errors = [folder / f"errors {rank}" for rank in range(processes)]
