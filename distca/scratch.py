@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -58,17 +59,11 @@ class ScratchFolder:
 def _remove_left(prefix: str) -> None:
     """Removes this user's folders whose processes have ended."""
     for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
-        try:
-            if lock.lstat().st_uid != os.getuid():
-                continue
-            opened = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            # Another process removes it, or it is another user's.
-            continue
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(opened)
+        # It may be gone by now, be another user's, or be locked.
+        with (
+            contextlib.suppress(OSError),
+            os.fdopen(os.open(lock, os.O_RDWR | os.O_NOFOLLOW), "r+") as file,
+        ):
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Progress of `distca simulate`: what runs, of which system, and how long the rest takes."""
+"""Progress of `distca simulate`: which configuration runs, and how much time is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distca.simulate.hybrid import HYBRID
 _WEIGHTS = {**dict.fromkeys(DISTCA_SYSTEMS, 6.0), HYBRID: 2.0, "wlb-llm": 2.0}
 """Time of a system's search on large jobs, beside that of the others."""
 _LEAST = 0.1
-"""Share of all searches from which the time that is left is told."""
+"""Share of the searches that must be done before the time that is left is shown."""
 _USUALLY = "usually at most a minute"
 
 
@@ -26,7 +26,7 @@ class Searching:
     Attributes:
         shown: where it is shown.
         systems: systems to compare.
-        begun: systems of which something was simulated.
+        begun: systems whose search has begun.
         shares: share of each system's search that is done, as far as that is known.
         clock: seconds since some moment.
         start: moment at which the searches began, by the clock.

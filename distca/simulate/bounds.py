@@ -66,9 +66,9 @@ _ROUNDING = 1 - 1e-6
 
 
 _MANY, _LARGE = 4, 8192
-"""How many times as many servers a job must have as are simulated of its pools. Samples are taken
-where there are so many times as many micro-batches, and where servers times micro-batches are at
-least `_LARGE`."""
+"""When a part of an iteration stands for all of it. A job must have `_MANY` times as many servers,
+or micro-batches, as are simulated. For a sample of micro-batches, servers times micro-batches must
+be at least `_LARGE`, too."""
 
 
 _MINUTES = 2**15
@@ -238,8 +238,8 @@ class Bounds:
         return replace(trial, parts=parts.scaled(trial.seconds / parts.seconds))
 
     def takes_minutes(self, candidate: Candidate) -> bool:
-        """Whether the configuration's ticks are so many, on so many servers, that a part of them
-        stands for all of them in the end, too."""
+        """Whether all ticks would take minutes to plan. Then a part of them stands for all of them
+        in the result, too."""
         options = options_of(candidate)
         schedule = options.tick_schedule(candidate.micro_batches, candidate.stages)
         servers = candidate.stages * candidate.data

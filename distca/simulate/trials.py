@@ -76,11 +76,11 @@ class Trial:
             return Trial.impossible(workload)
 
     def scaled(self, whole: Trial, part: Trial, usable: float) -> Trial:
-        """Returns the figures of an iteration of which these are a part's.
+        """Returns the figures of a whole iteration, where these are of a part of it.
 
         Args:
             whole: figures of another batch's iteration.
-            part: those of the same part of that.
+            part: figures of the same part of that iteration.
             usable: bytes of a GPU.
         """
         memory = self.memory_gb * whole.memory_gb / part.memory_gb
