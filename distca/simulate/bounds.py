@@ -225,12 +225,14 @@ class Bounds:
         usable = self._workload.cluster.usable_bytes
         if self.has_many_pools(candidate):
             of_few, least = self._part(few_pools, candidate), self.least_memory(candidate)
-            return replace(Trial.of(of_few), fits=least <= usable, memory_gb=least / 1e9)
+            trial = replace(Trial.of(of_few), fits=least <= usable, memory_gb=least / 1e9)
+            return replace(trial, from_part=True)
         first, two = self._part(sample, candidate), self._part(glance, candidate)
         if first is None or two is None:
             return Trial.impossible(self._workload)
         tokens = self._workload.sequences * self._workload.context
-        return replace(Trial.of(first.outcome), seconds=two.goes_on(first), tokens=tokens)
+        trial = replace(Trial.of(first.outcome), seconds=two.goes_on(first), tokens=tokens)
+        return replace(trial, from_part=True)
 
     def broken_down(self, candidate: Candidate) -> Trial:
         """Returns the same for many ticks, with what the time is spent on."""

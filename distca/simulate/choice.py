@@ -25,6 +25,7 @@ class Choice:
         out_of_memory: number of configurations that are known not to fit.
         seconds_of_batches: time of the iteration of each batch.
         parts: what the first batch's time is spent on; None: that was not asked for.
+        from_parts: number of batches of whose iteration only a part was simulated.
     """
 
     system: str
@@ -39,3 +40,4 @@ class Choice:
     out_of_memory: int
     seconds_of_batches: tuple[float, ...] = ()
     parts: Breakdown | None = None
+    from_parts: int = 0

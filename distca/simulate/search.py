@@ -128,6 +128,7 @@ def find_best(
         *counts,
         tuple(trial.seconds for trial in trials),
         trials[0].parts,
+        sum(trial.from_part for trial in trials),
     )
 
 

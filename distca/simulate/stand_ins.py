@@ -64,14 +64,16 @@ class StandIns:
     def extended(self, candidate: Candidate, count: int) -> list[Trial]:
         """Returns figures of the first batches, up to one in which a configuration does not fit.
 
-        The first one is simulated whole, unless that takes minutes. Parts of the others say how
-        much longer they take.
+        Those of many ticks are simulated whole, unless that takes minutes. Of server pools the
+        first batch is. Elsewhere parts say how long an iteration takes.
 
         Args:
             candidate: configuration for which a part stood.
             count: number of batches.
         """
         every, first = self.batches[:count], self._first
+        if first.has_many_ticks(candidate) and not first.takes_minutes(candidate):
+            return self.evaluate([candidate], count, parts=True)[candidate]
         whole = self.trial(candidate)
         if first.has_many_ticks(candidate):
             seconds = [bounds.promised(candidate) for bounds in self._glanced(candidate, every)]

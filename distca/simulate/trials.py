@@ -37,6 +37,7 @@ class Trial:
         idle: share of the time in which compute is not busy.
         exposed: share of the time in which compute waits for exchanges, and for others in them.
         parts: what the time is spent on; None: that was not asked for.
+        from_part: whether only a part of the iteration was simulated, and stands for it.
     """
 
     fits: bool
@@ -46,6 +47,7 @@ class Trial:
     idle: float
     exposed: float
     parts: Breakdown | None = None
+    from_part: bool = False
 
     @staticmethod
     def of(outcome: Outcome, parts: Breakdown | None = None) -> Trial:
@@ -91,6 +93,7 @@ class Trial:
             memory,
             self.idle + whole.idle - part.idle,
             self.exposed + whole.exposed - part.exposed,
+            from_part=True,
         )
 
     @staticmethod

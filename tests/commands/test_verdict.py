@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from distca.commands.simulate_report import format_choices
+from distca.commands.simulate_report import FROM_PARTS, assumptions, format_choices
 from distca.commands.verdict import Verdict
 from distca.cost.model_sizes import ModelSize
 from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, Workload
@@ -183,3 +183,10 @@ def test_one_is_no_plural() -> None:
     job = replace(JOB, gpus=1, context=1, sequences=1)
     lines = format_choices([choice("plain", [1.0])], job, 1).splitlines()
     assert lines[1].startswith(f"1 GPU of {job.cluster.name}, 1 sequence of 1 token, ")
+
+
+def test_batches_that_parts_stand_for_are_named() -> None:
+    ours, theirs = choice("tiles", [1.0, 1.1]), choice("plain", [2.0, 2.1])
+    assert not any("parts" in each for each in assumptions(JOB, 2, Verdict.of([theirs, ours])))
+    told = assumptions(JOB, 2, Verdict.of([theirs, replace(ours, from_parts=1)]))
+    assert FROM_PARTS.format(parts=1, batches=2) in told
