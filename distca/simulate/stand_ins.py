@@ -73,7 +73,7 @@ class StandIns:
         """
         every, first = self.batches[:count], self._first
         if first.has_many_ticks(candidate) and not first.takes_minutes(candidate):
-            return self.evaluate([candidate], count, parts=True)[candidate]
+            return [*self.evaluate([candidate], count, parts=True)[candidate]]
         whole = self.trial(candidate)
         if first.has_many_ticks(candidate):
             seconds = [bounds.promised(candidate) for bounds in self._glanced(candidate, every)]

@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_see_its_peer_die(
     theirs = subprocess.Popen
 
     def popen(words: list[str], **more: Any) -> Any:
-        return theirs(["sh", "-c", "kill -9 $$" if words[3] == "1" else survivor], **more)
+        return theirs(["sh", "-c", "kill -9 $$" if words[5] == "1" else survivor], **more)
 
     monkeypatch.setattr(dying_peer.subprocess, "Popen", popen)
     with pytest.raises(Fault, match=says):

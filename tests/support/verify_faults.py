@@ -212,7 +212,7 @@ def a_dead_peer_is_waited_for() -> Iterator[None]:
     popen = subprocess.Popen
 
     def patient(words: list[str], **more: Any) -> Any:
-        return popen(["sh", "-c", "kill -9 $$" if words[3] == "1" else "exec sleep 60"], **more)
+        return popen(["sh", "-c", "kill -9 $$" if words[5] == "1" else "exec sleep 60"], **more)
 
     soon = functools.partial(dying_peer.lose_a_peer, most_waited=0.5)
     with (

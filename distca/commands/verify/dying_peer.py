@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from distca.commands.verify.stage import SEND, Fault
-from distca.lifetime import end_with_parent
 from distca.transport import CollectiveTransport
 from distca.transport.random_exchanges import Exchanges
 
@@ -49,7 +48,9 @@ def lose_a_peer(folder: Path, on_gpus: bool, most_waited: float = MOST_WAITED) -
         Fault: it waits on, or ends as if nothing had happened.
     """
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        command = [sys.executable, "-m", "distca.commands.verify.dying_peer"]
+        # Tied to this process before they import torch, which takes seconds.
+        command = [sys.executable, "-m", "distca.lifetime", str(os.getpid())]
+        command += ["distca.commands.verify.dying_peer"]
         told = "cuda" if on_gpus else "cpu", str(Path(place) / "store")
         written = [Path(place) / f"errors of {rank}" for rank in (0, 1)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -103,7 +104,6 @@ def _last_lines(path: Path) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """Exchanges bytes with the other process; rank 1 kills itself between two exchanges."""
-    end_with_parent()
     rank, on_gpus, store = int(argv[0]), argv[1] == "cuda", argv[2]
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
