@@ -30,7 +30,7 @@ The rank that owns the last token of a sequence chooses the next (`worker.py`, `
 `LLM` gathers what all ranks have chosen (`processes.py`) before its engine ends the iteration.
 `LLM` has an engine in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no
 plan: each worker makes it from what is fed, so no plan is sent between processes. With a small
-model and short prompts, plans take 1% of the CPU time, and scheduling 2%
+model and short prompts, plans take less than 1% of the CPU time, and scheduling 1%
 (benchmarks/results/serving/short_prompts.md). An iteration is scheduled when the one before has
 ended, since its tokens are known then. Scheduling it earlier would save little time.
 
