@@ -57,6 +57,9 @@ Answers = Callable[[Sequence[Sequence[int]]], list[list[int]]]
 """Answers prompts; returns the tokens of the answers."""
 
 
+_TITLES = {"distca": "DistCA", "vllm": "vLLM"}
+
+
 def draw(count: int, seed: int) -> list[list[int]]:
     """Draws prompts."""
     chance = random.Random(seed)
@@ -185,7 +188,7 @@ def page(options: Any, found: dict[str, dict[str, Any] | str]) -> Iterator[str]:
     rows: list[Sequence[str]] = []
     for system, each in found.items():
         if isinstance(each, str):
-            rows.append((f"`{system}`", each, "", ""))
+            rows.append((_TITLES[system], each, "", ""))
             continue
         seconds = each["seconds"]
         median = statistics.median(seconds)
@@ -196,7 +199,7 @@ def page(options: Any, found: dict[str, dict[str, Any] | str]) -> Iterator[str]:
         )
         rows.append(
             (
-                f"`{system}`",
+                _TITLES[system],
                 f"{median:.2f} ({min(seconds):.2f} to {max(seconds):.2f})",
                 f"{1e3 * median / options.prompts:.1f}",
                 f"{same} of {options.prompts * options.rounds}",
