@@ -229,7 +229,7 @@ def test_a_training_rank_or_server_that_is_stopped_is_named(late: int, tmp_path:
     last = end_of_the_others(started, late, errors)
     named = [each for each in last if "is stopped, gone or cut off" in each]
     assert len(named) == 1
-    assert re.search(
-        rf"rank {late} \(host .*, local rank {late}\), last seen in iteration \d+, ", named[0]
-    )
+    # Ranks tell where they are from time to time: the first steps may be over before the next time.
+    place = r"last seen in (the start|iteration \d+), "
+    assert re.search(rf"rank {late} \(host .*, local rank {late}\), {place}", named[0])
     assert "the other ranks waited" in named[0]
