@@ -95,8 +95,8 @@ class StandIns:
     def _glanced(candidate: Candidate, every: Sequence[Bounds]) -> Sequence[Bounds]:
         """Simulates two ticks of each batch, at a time where that can be."""
         with ThreadPoolExecutor(len(every)) as threads:
-            for _ in threads.map(lambda bounds: bounds.prepare(glance, [candidate]), every):
-                pass
+            # A list waits for all of them, and raises what one has raised.
+            list(threads.map(lambda bounds: bounds.prepare(glance, [candidate]), every))
         return every
 
     def too_large(self, some: Sequence[Candidate]) -> list[Candidate]:

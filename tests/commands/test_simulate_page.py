@@ -75,7 +75,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a job that `JOB` describes, and beside it what `--json` prints."""
+    """Writes the page of `JOB`, and the output of `--json` next to it; returns the page's path."""
     path = tmp_path_factory.mktemp("pages") / "new" / "report.html"
     with pytest.MonkeyPatch.context() as patched:
         printed: list[str] = []

@@ -121,7 +121,7 @@ def pytest_arguments(chosen: Sequence[Asked]) -> list[str]:
 
 def _fails_without(printed: str, chosen: Sequence[Asked], warm: Warm, limit: float) -> str | None:
     """Runs the test that failed without the mutant: on a busy machine it may have been late."""
-    # What code logs before the summary may look alike.
+    # Lines that the code logs before the summary may have the same form.
     _, _, summary = printed.rpartition("short test summary info")
     failed = _FAILED.search(summary)
     if failed is None:

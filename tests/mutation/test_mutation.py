@@ -442,7 +442,7 @@ CHANGES = {
 def test_a_fork_decides_as_a_fresh_process(root):
     arguments = pytest_arguments([Asked((TESTS, DOORS), (), 0.0)])
     arguments.remove("-x")
-    alike = {}
+    failures = {}
     with copied(root, files_of(root)) as copy, contextlib.closing(Warm(copy, ["pytest"])) as warm:
         fresh = copy.command("-m", "pytest", *arguments)
         for what, (was, becomes) in CHANGES.items():
@@ -451,5 +451,5 @@ def test_a_fork_decides_as_a_fresh_process(root):
             first, second = (done.returncode, done.stdout), warm.run(arguments, 60)
             failed = [running._FAILED.findall(printed) for _, printed in (first, second)]
             assert (first[0], failed[0]) == (second[0], failed[1]), what
-            alike[what] = len(failed[0])
-    assert [*alike.values()] == [1, 2, 3, 1, 2, 1]
+            failures[what] = len(failed[0])
+    assert [*failures.values()] == [1, 2, 3, 1, 2, 1]

@@ -22,7 +22,7 @@ class BackendError(Exception):
 
 
 class StandIn:
-    """An agent of NIXL whose start and writes end as they are told."""
+    """Stands for an agent of NIXL. The test says how its start and its writes end."""
 
     backends: tuple[str, ...] = ("UCX",)
     starts: Exception | None = None
