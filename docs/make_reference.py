@@ -50,6 +50,8 @@ explain when to use DistCA's flags:
 | dedicated servers | `--distca-servers` | [pipelines](pipelines.md#dedicated-servers) |
 | server pools | `--distca-pool-size`, `--distca-token-pairs` | \
 [tuning](performance.md#server-pools) |
+| heads shared by ranks | `--distca-head-parallel-size` | \
+[tuning](performance.md#heads-shared-inside-a-node) |
 | pipelines | `--distca-pool-stages`, `--distca-max-in-flight` | [pipelines](pipelines.md) |
 | micro-batches smaller than a document | `--distca-chain` | \
 [pipelines](pipelines.md#micro-batches-smaller-than-a-document) |

@@ -39,7 +39,7 @@ _SIZES = re.compile(
     r", (?P<micro_batches>\d+) micro-batch\(es\)(?: in pools of (?P<pool_size>\d+))?"
     r"(?:, (?P<max_in_flight>\d+) in flight)?(?:, tolerance (?P<tolerance>[\d.]+))?"
     r"(?P<latents>, no latents)?(?:, in chains of (?P<chain>\d+))?(?P<kept>, inputs kept)?"
-    r"(?P<whole>, no ping-pong)?"
+    r"(?P<whole>, no ping-pong)?(?:, heads shared by (?P<head_parallel>\d+))?"
     r"(?:, planned for 1/(?P<network_divisor>\d+) of the network's speed)?"
 )
 

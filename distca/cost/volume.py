@@ -20,6 +20,8 @@ from distca.plan.span import Bools, Int64s, numbered, sums
 FORWARD_PHASES = ("dispatch", "combine")
 BACKWARD_PHASES = ("dispatch_backward", "combine_backward")
 PHASES = FORWARD_PHASES + BACKWARD_PHASES
+SHARED_HEADS = {"forward": "shared_heads", "backward": "shared_heads_backward"}
+"""Phases of the all-to-alls by which ranks share heads, by pass."""
 
 BackwardInputs = Literal["resend", "keep"]
 """Source of the kernels' inputs in the backward pass: their owners send them again, or the servers
@@ -63,7 +65,7 @@ def in_pieces(peers: Int64s, rows: Int64s, row_bytes: int) -> Bools:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention heads of one tensor-parallel rank.
+    """The attention heads of one rank.
 
     Attributes:
         heads: query heads.
@@ -116,6 +118,13 @@ class AttentionShape:
         """Operations of a visible pair, over all heads: a product with a key, and one with a
         value."""
         return 2.0 * self.heads * (self.head_dim + self.value_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's query, key, value and output, which are not padded."""
+        elements = self.heads * (self.head_dim + self.value_dim)
+        elements += self.kv_heads * (self.head_dim + self.value_dim)
+        return elements * self.dtype_bytes
 
     @property
     def q_row_bytes(self) -> int:

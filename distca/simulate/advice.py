@@ -16,6 +16,8 @@ from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
     with_pools,
+    with_pools_or_shared_heads,
+    with_shared_heads,
     with_slower_links,
     without_latents,
     without_ping_pong,
@@ -82,10 +84,12 @@ class Extent:
             several,
             first,
             self.finalists,
-            with_pools,
+            with_pools_or_shared_heads,
             (
                 (with_chains, _WORTH_IT),
                 (without_latents, 1.0),
+                (with_shared_heads, 1.0),
+                (with_pools, 1.0),
                 # A tolerance costs a user nothing.
                 (self._tolerant, 1.0),
                 (with_kept_inputs, 1.0),

@@ -208,7 +208,7 @@ class Bounds:
         if candidate.system not in DISTCA_SYSTEMS or candidate.pool_size is not None:
             return False
         chains, stages = candidate.micro_batches // candidate.chain, candidate.stages
-        large = chains * stages * candidate.data >= _LARGE
+        large = chains * stages * candidate.servers_of_stage >= _LARGE
         return large and chains >= 2 * SAMPLED * stages
 
     def promised(self, candidate: Candidate) -> float:
@@ -244,7 +244,7 @@ class Bounds:
         in the result, too."""
         options = options_of(candidate)
         schedule = options.tick_schedule(candidate.micro_batches, candidate.stages)
-        servers = candidate.stages * candidate.data
+        servers = candidate.stages * candidate.servers_of_stage
         return self.has_many_ticks(candidate) and len(schedule.ticks) * servers > _MINUTES
 
     def few_pools(self, candidate: Candidate) -> Outcome | None:

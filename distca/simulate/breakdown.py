@@ -190,4 +190,5 @@ def _attention_seconds(
     kernel = LayerMean.of(costs.cluster.attention_cost(costs.shape), workload.model)
     loads = float(document_loads(np.concatenate(sequences), Mask(), kernel).sum())
     both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
-    return workload.model.layers * both_ways * loads / _ranks(candidate)
+    servers = _ranks(candidate) // candidate.head_parallel
+    return workload.model.layers * both_ways * loads / servers

@@ -53,6 +53,7 @@ class ModelCosts:
         expert_parallel: neighbouring GPUs of a stage that share each layer's routed experts.
         sends_latents: whether latents travel to servers instead of keys and values, with
             `--distca`.
+        head_parallel: neighbouring ranks that share the heads of core attention, with `--distca`.
     """
 
     model: ModelSize
@@ -62,11 +63,17 @@ class ModelCosts:
     recompute: Recompute = "none"
     expert_parallel: int = 1
     sends_latents: bool = False
+    head_parallel: int = 1
+
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of an attention server, which share heads."""
+        return self.tensor_parallel * self.head_parallel
 
     @property
     def shape(self) -> AttentionShape:
         """The attention heads of one GPU."""
-        return self.model.attention_shape(self.tensor_parallel, self.dtype_bytes)
+        return self.model.attention_shape(self.server_gpus, self.dtype_bytes)
 
     @property
     def comm_shape(self) -> AttentionShape:

@@ -16,7 +16,13 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
-from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, BackwardInputs, Messages
+from distca.cost.volume import (
+    BACKWARD_PHASES,
+    FORWARD_PHASES,
+    SHARED_HEADS,
+    BackwardInputs,
+    Messages,
+)
 from distca.plan.span import Floats, Int64s
 from distca.schedule import Pass, PlannedGlobalBatch, PlannedTick, Tick
 from distca.schedule.program import NANO_BATCHES, Ablation, LayerGroup, Program, tick_program
@@ -25,6 +31,7 @@ from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
 from distca.simulate.plan_costs import PlanCosts, TimedExchange
 from distca.simulate.resources import Resources, Transfer
+from distca.simulate.shared_heads import SharedHeadCosts
 
 _PHASES: dict[Pass, tuple[str, str]] = {"forward": FORWARD_PHASES, "backward": BACKWARD_PHASES}
 _DEDICATED = -1
@@ -106,7 +113,10 @@ class _Run:
         for stage, members in enumerate(planned.servers):
             self._stage[members] = stage
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
-        self._links = costs.cluster.links(costs.tensor_parallel)
+        self._links = costs.cluster.links(costs.server_gpus)
+        # Ranks of a server, each of which has an equal part of its tokens.
+        self._ranks = costs.head_parallel
+        self._shared_heads = SharedHeadCosts.of(costs)
         self._ablation, self._backward = ablation, backward
         self._shape = costs.comm_shape
         self._resources = Resources(
@@ -129,7 +139,7 @@ class _Run:
         return Outcome(
             float(resources.clock.max()),
             tokens,
-            resources.ranks * costs.tensor_parallel,
+            resources.ranks * costs.server_gpus,
             self._memory(),
             costs.cluster.usable_bytes,
             resources.computed,
@@ -189,6 +199,12 @@ class _Run:
         """Costs of each nano-batch, which has the same tokens with all masks."""
         return self._planned.masks.select(nano_costs, 0)
 
+    def _tokens_of_a_rank(self, nano_costs: list[PlanCosts]) -> Floats:
+        """Returns the tokens of each server's ranks, `[servers]`."""
+        tokens = np.sum([each.own_tokens for each in self._of_one_mask(nano_costs)], axis=0)
+        result: Floats = tokens / self._ranks
+        return result
+
     def _run_layers(self, tick: Tick, nano_costs: list[PlanCosts], goes_back: bool) -> None:
         """Runs a tick's passes: all layers of a chunk, for all nano-batches.
 
@@ -219,6 +235,7 @@ class _Run:
                 begins = alone or layer == first
                 resources.compute(before[n] if begins else before[n] + after[n])
                 resources.compute(self._borrowing(plan, event.direction))
+                self._count_shared_heads(plan, event.direction)
                 if n in self._prefetched:
                     self._arrives[n] = self._prefetched.pop(n)
                 else:
@@ -240,11 +257,13 @@ class _Run:
         attention."""
         number = 0 if direction == "forward" else 1
         pre, post = self._costs.pre_seconds()[number], self._costs.post_seconds()[number]
-        tokens = [each.own_tokens.astype(np.float64) for each in self._of_one_mask(nano_costs)]
+        tokens = [each.own_tokens / self._ranks for each in self._of_one_mask(nano_costs)]
         of_pre, of_post = (
             self._costs.pre_launch_seconds()[number],
             self._costs.post_launch_seconds()[number],
         )
+        # All-to-alls of heads are right before and after core attention.
+        pre, of_pre = pre + self._shared_heads.seconds, of_pre + self._shared_heads.launch_seconds
         pre_seconds = [pre * own + of_pre * (own > 0) for own in tokens]
         post_seconds = [post * own + of_post * (own > 0) for own in tokens]
         return (pre_seconds, post_seconds) if number == 0 else (post_seconds, pre_seconds)
@@ -256,7 +275,7 @@ class _Run:
             self._costs.head_seconds()[number],
             self._costs.head_launch_seconds()[number],
         )
-        tokens = np.sum([each.own_tokens for each in self._of_one_mask(nano_costs)], axis=0)
+        tokens = self._tokens_of_a_rank(nano_costs)
         result: Floats = (tokens * seconds + launch * (tokens > 0)) * self._runs_head(tick)
         return result
 
@@ -273,6 +292,13 @@ class _Run:
         """Starts to send the kernels' inputs; returns when they arrive."""
         exchange, suffix = plan.of(direction).dispatch, _SUFFIX[direction]
         return self._start(exchange, _PHASES[direction][0], f"dispatch{suffix}", labels)
+
+    def _count_shared_heads(self, plan: PlanCosts, direction: Pass) -> None:
+        """Counts the bytes that ranks send because they share heads."""
+        if self._ranks > 1:
+            phase, sent = SHARED_HEADS[direction], self._resources.sent
+            moved = plan.own_tokens // self._ranks * self._shared_heads.sent
+            sent[phase] = sent.get(phase, 0) + moved
 
     def _borrowed(self, plan: PlanCosts) -> Int64s:
         """Returns the bytes of the keys and values that each rank borrows from earlier
@@ -353,7 +379,7 @@ class _Run:
         if stages == 1:
             return
         row = self._costs.model.hidden_size * self._costs.dtype_bytes // self._costs.tensor_parallel
-        tokens = np.sum([each.own_tokens for each in self._of_one_mask(nano_costs)], axis=0)
+        tokens = self._tokens_of_a_rank(nano_costs)
         source, destination = [], []
         for stage, work in enumerate(tick.work):
             if work is None:
@@ -368,7 +394,7 @@ class _Run:
         if not source:
             return
         senders = np.concatenate(source)
-        sizes = tokens[senders] * row
+        sizes = (tokens[senders] * row).astype(np.int64)
         messages = Messages(senders, np.concatenate(destination), sizes, resources.ranks)
         start = resources.clock.copy()
         exposed = resources.exposed.copy()
@@ -390,7 +416,7 @@ class _Run:
     def _reduce_gradients(self) -> None:
         """Reduces gradients in each stage, as far as possible behind its last backward pass."""
         resources, costs = self._resources, self._costs
-        replicas = self._servers.shape[1]
+        replicas = self._servers.shape[1] * self._ranks
         exposed = []
         for stage, members in enumerate(self._servers):
             needed = costs.gradient_seconds(stage, len(self._servers), replicas)
@@ -423,7 +449,7 @@ class _Run:
             tick, nano_costs = planned_tick.tick, self._costs_of(planned_tick)
             alike = self._of_one_mask(nano_costs)
             nano_batches = len(alike)
-            tokens = np.sum([each.own_tokens for each in alike], axis=0)
+            tokens = self._tokens_of_a_rank(nano_costs)
             borrowed = self._layers * np.sum([self._borrowed(each) for each in alike], axis=0)
             for each in nano_costs:
                 buffers = buffers.union(each.memory)
@@ -453,7 +479,7 @@ class _Run:
                 most[members] = np.maximum(most[members], peak)
                 if tick.direction == "backward":
                     now[members] -= kept.pop(key)
-        replicas = self._servers.shape[1]
+        replicas = self._servers.shape[1] * self._ranks
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
         # Row indices of all masks are there at once.
         buffers = replace(buffers, indices=len(self._planned.masks.masks) * buffers.indices)

@@ -86,6 +86,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
     if candidate.pool_size is not None:
         pairs = token_pairs(workload.costs_of(candidate))
         flags.append(f"--distca-pool-size {candidate.pool_size} --distca-token-pairs {pairs:.0f}")
+    if candidate.head_parallel > 1:
+        flags.append(f"--distca-head-parallel-size {candidate.head_parallel}")
     if candidate.max_buffer_bytes is not None:
         flags.append(f"--distca-max-buffer-bytes {candidate.max_buffer_bytes}")
     if candidate.keeps_inputs:

@@ -178,7 +178,8 @@ def without_latents(candidate: Candidate, workload: Workload) -> list[Candidate]
 
 def with_less_memory(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Substitutes for a configuration that does not fit."""
-    return [*without_latents(candidate, workload), *with_fewer_in_flight(candidate)]
+    shared = [] if candidate.head_parallel > 1 else with_shared_heads(candidate, workload)[-1:]
+    return [*without_latents(candidate, workload), *with_fewer_in_flight(candidate), *shared]
 
 
 def with_smaller_buffers(candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -248,9 +249,9 @@ def with_slower_links(candidate: Candidate, workload: Workload) -> list[Candidat
 def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Returns the configuration with server pools: of a node's ranks, of two nodes' and of four's.
 
-    Training has them in one stage, without chains and experts.
+    Training has them without chains and experts. A pool has the same ranks of all stages.
     """
-    alone = candidate.stages == candidate.chain == 1 and workload.model.experts is None
+    alone = candidate.chain == 1 and workload.model.experts is None
     if candidate.system != "tiles" or not alone or candidate.pool_size is not None:
         return []
     node = workload.cluster.servers_per_node(candidate.tensor)
@@ -271,6 +272,29 @@ def without_ping_pong(candidate: Candidate, workload: Workload) -> list[Candidat
     if size is None or size > workload.cluster.servers_per_node(candidate.tensor):
         return []
     return [replace(candidate, ping_pong=False)]
+
+
+def with_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with other numbers of a node's ranks that share heads."""
+    if candidate.system != "tiles" or workload.latent_rows == "on":
+        return []
+    ranks = math.gcd(candidate.data, candidate.pool_size or candidate.data)
+    heads = workload.model.kv_heads // candidate.tensor
+    node = workload.cluster.servers_per_node(candidate.tensor)
+    sizes = _divisors(math.gcd(ranks, heads, node))
+    return [replace(candidate, head_parallel=n) for n in sizes if n != candidate.head_parallel]
+
+
+def with_pools_or_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with server pools, and with heads that as many ranks of a node
+    share as can, in one pool and in pools of a node."""
+    pools = with_pools(candidate, workload)
+    shared = with_shared_heads(candidate, workload)[-1:]
+    return [
+        *pools,
+        *shared,
+        *(o for each in pools[:1] for o in with_shared_heads(each, workload)[-1:]),
+    ]
 
 
 def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -297,7 +321,7 @@ def only_divides_further(candidate: Candidate, other: Candidate) -> bool:
 
 def sizes_of(candidate: Candidate) -> Candidate:
     """Returns the configuration that `divisions` gave, without bounds, chains, tolerance, and
-    choices of latents, inputs, planned links, server pools and ping-pong."""
+    choices of latents, inputs, planned links, server pools, ping-pong and shared heads."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
         candidate,
@@ -311,6 +335,7 @@ def sizes_of(candidate: Candidate) -> Candidate:
         network_divisor=1,
         pool_size=None,
         ping_pong=True,
+        head_parallel=1,
     )
 
 

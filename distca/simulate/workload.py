@@ -91,7 +91,10 @@ class Workload:
         Raises:
             ValueError: latents must travel, and the model has none.
         """
-        costs = self.costs(candidate.tensor)
+        costs = replace(self.costs(candidate.tensor), head_parallel=candidate.head_parallel)
+        if candidate.head_parallel > 1:
+            # A latent makes the keys of all heads.
+            return costs
         alone = candidate.stages == 1 and candidate.may_send_latents
         shape = comm_shape(
             self.model,
@@ -106,7 +109,7 @@ class Workload:
 
     def planned_links(self, candidate: Candidate) -> Links:
         """Returns the links by which a configuration with `--distca` is planned."""
-        links = self.cluster.links(candidate.tensor)
+        links = self.cluster.links(candidate.tensor * candidate.head_parallel)
         return replace(links, network_gb_per_s=links.network_gb_per_s / candidate.network_divisor)
 
     def __post_init__(self) -> None:
@@ -147,6 +150,8 @@ class Candidate:
             with `--distca`. A plan for a slower network moves fewer bytes between nodes.
         pool_size: data-parallel ranks of a server pool, with `--distca`; None: one pool has all.
         ping_pong: whether micro-batches run as two nano-batches, with `--distca`.
+        head_parallel: neighbouring data-parallel ranks that share the heads of core attention by
+            all-to-alls, and are one attention server, with `--distca`.
     """
 
     system: str
@@ -165,6 +170,12 @@ class Candidate:
     network_divisor: int = 1
     pool_size: int | None = None
     ping_pong: bool = True
+    head_parallel: int = 1
+
+    @property
+    def servers_of_stage(self) -> int:
+        """Attention servers of a stage, with `--distca`."""
+        return self.data // self.head_parallel
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
@@ -179,6 +190,7 @@ class Candidate:
         if self.max_buffer_bytes is not None:
             bound += f", buffers of {self.max_buffer_bytes / 1e6:.0f} MB"
         bound += "" if self.ping_pong else ", no ping-pong"
+        bound += f", heads shared by {self.head_parallel}" if self.head_parallel > 1 else ""
         if self.network_divisor > 1:
             bound += f", planned for 1/{self.network_divisor} of the network's speed"
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
@@ -191,10 +203,11 @@ def options_of(candidate: Candidate, token_pairs: float | None = None) -> Execut
         candidate: a configuration with `--distca`.
         token_pairs: value of `ExecutionOptions.token_pairs`.
     """
+    pool = candidate.pool_size
     return DISTCA_SYSTEMS[candidate.system](
         max_in_flight=candidate.max_in_flight,
         chain=candidate.chain,
-        pool_size=candidate.pool_size,
+        pool_size=None if pool is None else pool // candidate.head_parallel,
         token_pairs=token_pairs,
         ping_pong=candidate.ping_pong,
     )
@@ -330,14 +343,14 @@ def planner_of(candidate: Candidate, workload: Workload) -> GlobalBatchPlanner:
         model.heads * (model.head_dim + model.value_dim) // 2,
     )
     return GlobalBatchPlanner(
-        _servers(candidate.stages, candidate.data),
+        _servers(candidate.stages, candidate.servers_of_stage),
         config,
         options_of(candidate, pairs),
         model.masks,
         # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
         checks=False,
         linear_work=linear_work,
-        row_multiple=candidate.tensor,
+        row_multiple=candidate.tensor * candidate.head_parallel,
     )
 
 

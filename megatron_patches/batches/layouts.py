@@ -51,8 +51,8 @@ class PipelineLayout:
     Attributes:
         stage: stage of this rank; None: this rank is a dedicated server.
         chunks: number of model chunks (virtual stages) of each stage.
-        servers: server number of each data-parallel rank of each stage, int64
-            `[stages, data-parallel ranks]`.
+        servers: server numbers of each stage, int64 `[stages, servers of a stage]`: one of each
+            data-parallel rank, or of the ranks that share heads.
         server: server number of this rank.
         dedicated: number of servers that hold no model, which are numbered after all others.
     """

@@ -59,7 +59,8 @@ def log_first_plan(
     before = np.zeros(planner.world_size)
     for servers, work in zip(planner.servers, tick.work, strict=True):
         if work is not None:
-            before[servers] = plain[work.micro_batch]
+            # Of ranks that share heads the busiest.
+            before[servers] = plain[work.micro_batch].reshape(len(servers), -1).max(axis=1)
     summary = describe(planned.plans[0], planner.config, backward, before)
     logger.info("the first plan of the run:\n%s", format_summary(summary))
     warning = warning_of_groups_of_one(planner, shared_out)
@@ -124,15 +125,17 @@ def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, fl
         packed: loads of plain data parallelism, `[micro_batches, ranks]`.
     """
 
-    def busiest_over_mean(loads: Sequence[Int64s | Floats], size: int | None = None) -> float:
+    def busiest_over_mean(
+        loads: Sequence[Int64s | Floats], pools: Int64s | slice = slice(None)
+    ) -> float:
         means = sum(float(each.mean()) for each in loads)
-        busiest = [each.reshape(-1, size or each.size).max(axis=1) for each in loads]
+        busiest = [each[pools].max(axis=-1) for each in loads]
         return float(np.max(sum(busiest))) / means if means else 1.0
 
     moved = sum(int(each.sum()) for of_tick in counted.bytes_sent for each in of_tick.values())
     return {
         "load max/mean before": busiest_over_mean([packed.sum(axis=0)]),
-        "load max/mean": busiest_over_mean(counted.forward_loads, counted.batch.pool_size),
+        "load max/mean": busiest_over_mean(counted.forward_loads, counted.batch.pools),
         "MB moved": moved / counted.batch.schedule.micro_batches / 1e6,
     }
 

@@ -48,12 +48,20 @@ class PlannedReader:
         planner: planner of global batches.
         sequence_shards: number of tensor-parallel ranks that divide the tokens among them (sequence
             parallelism), or 1.
+        head_parallel: data-parallel ranks of an attention server, which share heads: each has an
+            equal part of the rows that a plan gives to the server.
     """
 
     stream: TokenStream
     layout: WindowLayout
     planner: GlobalBatchPlanner
     sequence_shards: int
+    head_parallel: int = 1
+
+    @property
+    def _server(self) -> int:
+        """Number of this rank's server among those of its stage."""
+        return self.layout.data_parallel_rank // self.head_parallel
 
     def documents(self, first_sample: int, micro_batches: int) -> list[Documents]:
         """Reads the documents of micro-batches, or chains of them, in the order of the stream.
@@ -140,12 +148,13 @@ class PlannedReader:
             chain_parts: parts of each nano-batch, as `chain_parts` makes them.
         """
         in_stream, in_document, lengths = [], [], []
-        of_pool, rank = planned.of_pool(self.layout.data_parallel_rank)
+        of_pool, rank = planned.of_pool(self._server)
         for documents, nano in zip(of_pool.documents, of_pool.plans, strict=True):
             mine = nano.plan.placement.of_rank(rank)
-            lengths.append(mine.end - mine.start)
-            document_of = np.repeat(mine.document, lengths[-1])
-            place = expand_ranges(mine.start, lengths[-1])
+            starts, sizes, pieces = self._own_part(mine.start, mine.end - mine.start)
+            lengths.append(sizes)
+            document_of = np.repeat(mine.document[pieces], sizes)
+            place = expand_ranges(starts, sizes)
             in_stream.append(documents.stream_positions(document_of, place))
             in_document.append(nano.first_positions[document_of] + place)
         order = nano_order([len(rows) for rows in in_stream], self.sequence_shards)
@@ -165,6 +174,26 @@ class PlannedReader:
             targets=self.stream.targets(own) if self.stream.shares_tokens else None,
         )
 
+    def _own_part(self, starts: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Cuts this rank's part out of the pieces of documents that its server owns.
+
+        Args:
+            starts: first token of each piece in its document.
+            sizes: tokens of each piece.
+
+        Returns:
+            First tokens and sizes of the part's pieces, and the numbers of the pieces that they are
+            cut from.
+        """
+        rows = int(sizes.sum()) // self.head_parallel
+        assert rows * self.head_parallel == sizes.sum(), "ranks that share heads have equal parts"
+        first = self.layout.data_parallel_rank % self.head_parallel * rows
+        begin = np.cumsum(sizes) - sizes
+        low = np.clip(first - begin, 0, sizes)
+        high = np.clip(first + rows - begin, 0, sizes)
+        pieces = np.flatnonzero(high > low)
+        return (starts + low)[pieces], (high - low)[pieces], pieces
+
     def chain_parts(
         self, number: int, micro_batches: Sequence[PlannedMicroBatch], keys: ChainedKeys
     ) -> list[ChainPart | None]:
@@ -175,7 +204,7 @@ class PlannedReader:
             micro_batches: all micro-batches of the global batch.
             keys: keys of the chain.
         """
-        planned, _ = micro_batches[number].of_pool(self.layout.data_parallel_rank)
+        planned, _ = micro_batches[number].of_pool(self._server)
         borrowed = Counter(
             place
             for member in planned.chain
@@ -195,9 +224,9 @@ class PlannedReader:
         return parts
 
     def _rows_of(self, plan: Plan, document: int) -> torch.Tensor:
-        """Returns this rank's rows of a document of a plan, int64."""
-        # A server pool's plan numbers its own ranks, which are neighbours.
-        rank = self.layout.data_parallel_rank % plan.world_size
+        """Returns this rank's server's rows of a document of a plan, int64."""
+        # A server pool's plan numbers its own servers, which are neighbours.
+        rank = self._server % plan.world_size
         spans = plan.placement
         mine = (spans.document == document) & (spans.rank == rank)
         return torch.from_numpy(

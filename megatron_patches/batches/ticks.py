@@ -17,6 +17,7 @@ from distca.cost.memory import CoreAttentionMemory
 from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Plan
 from distca.runtime import CoreAttention, EventCursor, Exchange, Prefetcher, build_exchange
+from distca.runtime.shared_heads import SharedHeads
 from distca.schedule import (
     CountedGlobalBatch,
     Pass,
@@ -78,6 +79,7 @@ class RankRuntime:
         shape: attention heads of a tensor-parallel rank, and what travels for keys and values.
         masks: masks of a model chunk's layers.
         layer_groups: groups of a model chunk's layers whose backward passes run together.
+        heads: ranks that share heads with this one; None: none do.
     """
 
     layout: PipelineLayout
@@ -85,6 +87,7 @@ class RankRuntime:
     shape: AttentionShape
     masks: LayerMasks
     layer_groups: tuple[LayerGroup, ...]
+    heads: SharedHeads | None = None
 
     def program(
         self, direction: Pass, nano_batches: int, at_home: bool, goes_back: bool = True
@@ -132,6 +135,7 @@ class TickMaker:
                 for each in directions
             },
             runtime.core_attention.backward,
+            1 if runtime.heads is None else runtime.heads.size,
         )
 
     def ticks(
@@ -193,7 +197,8 @@ class TickMaker:
         """
         params, runtime = micro_batch.packed_seq_params, self.runtime
         assert params is not None
-        run = CoreAttentionRun(runtime.core_attention, EventCursor((), masks=runtime.masks))
+        cursor = EventCursor((), masks=runtime.masks)
+        run = CoreAttentionRun(runtime.core_attention, cursor, runtime.heads)
         if params.nano_batches is not None:
             ping, pong = (replace(each, run=run) for each in params.nano_batches)
             params = replace(params, nano_batches=(ping, pong))

@@ -117,10 +117,10 @@ class SchedulingConfig:
     node_gb_per_s: float = 450.0
     network_gb_per_s: float = 50.0
 
-    def links(self, tensor_parallel_size: int) -> Links:
-        """Returns the links between the servers of one tensor-parallel index."""
+    def links(self, server_gpus: int) -> Links:
+        """Returns the links between servers of as many GPUs, which share heads."""
         return Links(
-            max(1, self.gpus_per_node // tensor_parallel_size),
+            max(1, self.gpus_per_node // server_gpus),
             self.node_gb_per_s,
             self.network_gb_per_s,
         )
@@ -182,6 +182,7 @@ class DistcaConfig:
         sm_margin: multiprocessors that attention kernels leave to exchanges.
         chain: number of micro-batches in turn that share documents.
         pool_size: data-parallel ranks of a server pool; None: one pool has all.
+        head_parallel: neighbouring data-parallel ranks that share heads, and are one server.
         token_pairs: visible pairs that take as long as a token's linear layers, by which pools are
             balanced; None: those of equally many operations.
     """
@@ -199,6 +200,7 @@ class DistcaConfig:
     sm_margin: int = 0
     chain: int = 1
     pool_size: int | None = None
+    head_parallel: int = 1
     token_pairs: float | None = None
 
     @property
@@ -268,6 +270,7 @@ class DistcaConfig:
             sm_margin=args.distca_sm_margin,
             chain=args.distca_chain,
             pool_size=args.distca_pool_size,
+            head_parallel=args.distca_head_parallel_size,
             token_pairs=args.distca_token_pairs,
         )
 
@@ -285,6 +288,6 @@ class DistcaConfig:
             chunks=chunks,
             max_in_flight=self.scheduling.max_in_flight,
             chain=self.chain,
-            pool_size=self.pool_size,
+            pool_size=None if self.pool_size is None else self.pool_size // self.head_parallel,
             token_pairs=self.token_pairs,
         )

@@ -206,6 +206,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "pool of all ranks.",
     )
     group.add_argument(
+        "--distca-head-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Neighbouring data-parallel ranks that share the heads of core attention by "
+        "all-to-alls (Ulysses) and act as one attention server. Use ranks of one node. Default: "
+        "1, each rank computes all heads of its tasks.",
+    )
+    group.add_argument(
         "--distca-token-pairs",
         type=float,
         default=None,

@@ -15,6 +15,8 @@ def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
     """Returns why keys and values must travel themselves, and what to do; None: they need not."""
     if not args.multi_latent_attention:
         return "there are latents with --multi-latent-attention alone, so add that"
+    if config.head_parallel > 1:
+        return "ranks share heads, and a latent is of all heads: remove --distca-head-parallel-size"
     if config.dedicated:
         return "dedicated servers have no weights to expand them by: remove --distca-servers"
     if args.pipeline_model_parallel_size > 1 and config.scheduling.pool_stages:
@@ -31,14 +33,13 @@ def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
 
 
 def comm_shape(config: DistcaConfig, args: Namespace) -> AttentionShape:
-    """Returns the attention heads of one tensor-parallel rank, with what travels for their keys and
-    values.
+    """Returns the attention heads of one rank, with what travels for their keys and values.
 
     Raises:
         ValueError: latents are asked for, and cannot travel.
     """
     sizes = ModelSizes.from_args(args)
-    shape = sizes.attention_shape(args.tensor_model_parallel_size)
+    shape = sizes.attention_shape(args.tensor_model_parallel_size * config.head_parallel)
     reason = why_no_latents_travel(config, args)
     if config.latent_rows == "on" and reason is not None:
         raise ValueError(f"--distca-latent-rows on: {reason}; or give auto")

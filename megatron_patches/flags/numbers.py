@@ -92,8 +92,8 @@ RANGES = {
         adlr-autoresume-interval log-interval tensorboard-log-interval log-memory-interval
         tensorboard-queue-size distributed-timeout-seconds-after-init
         flight-recorder-trace-buffer-size
-        distca-chain distca-pool-size distca-context-parallel-size distca-max-in-flight
-        distca-trace-iterations
+        distca-chain distca-pool-size distca-head-parallel-size distca-context-parallel-size
+        distca-max-in-flight distca-trace-iterations
         window-attn-skip-freq moe-layer-freq no-rope-freq
         context-parallel-size tensor-parallel-num-weight-shards
         expert-tensor-parallel-num-weight-shards

@@ -18,6 +18,7 @@ class ParallelSizes:
         chunks: model chunks (virtual stages) of each pipeline stage.
         sequence_shards: ranks that divide a micro-batch's tokens; 1 without sequence parallelism.
         timeout: time limit of a collective.
+        head_parallel: data-parallel ranks of an attention server, which share heads.
     """
 
     data: int
@@ -26,6 +27,7 @@ class ParallelSizes:
     chunks: int
     sequence_shards: int
     timeout: timedelta
+    head_parallel: int = 1
 
     @classmethod
     def from_args(cls, args: Namespace) -> ParallelSizes:
@@ -38,12 +40,13 @@ class ParallelSizes:
             chunks=args.virtual_pipeline_model_parallel_size or 1,
             sequence_shards=tensor if args.sequence_parallel else 1,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            head_parallel=args.distca_head_parallel_size if args.distca else 1,
         )
 
     def servers(self, dedicated: int) -> int:
-        """Returns the number of attention servers of each tensor-parallel index.
+        """Returns the number of attention servers that exchange with each other.
 
         Args:
             dedicated: processes that only serve.
         """
-        return self.data * self.stages + dedicated // self.tensor
+        return self.data // self.head_parallel * self.stages + dedicated // self.tensor

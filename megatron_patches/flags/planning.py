@@ -32,15 +32,15 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
         ValueError: the profile is unreadable or of another attention shape; or speeds are given for
             another number of servers.
     """
-    flags, tensor = config.scheduling, args.tensor_model_parallel_size
-    shape = ModelSizes.from_args(args).attention_shape(tensor)
+    flags, gpus = config.scheduling, args.tensor_model_parallel_size * config.head_parallel
+    shape = ModelSizes.from_args(args).attention_shape(gpus)
     cost_model: CostModel
     if flags.profile is not None:
         cost_model = Profile.load(flags.profile)
         if cost_model.shape != shape:
             raise ValueError(
                 f"--distca-profile {flags.profile} was measured for {cost_model.shape}, but "
-                f"a tensor-parallel rank of this run has {shape}: profile that"
+                f"a rank of this run has {shape}: profile that"
             )
     else:
         logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
@@ -53,7 +53,7 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
         tolerance=flags.tolerance,
         shape=travelling,
         cost_model=cost_model,
-        links=flags.links(tensor),
+        links=flags.links(gpus),
         server_speeds=flags.server_speeds,
         max_buffer_bytes=flags.max_buffer_bytes,
         context_parallel_size=flags.context_parallel_size,
@@ -83,7 +83,7 @@ class PlannerConfig:
         masks: masks of a model chunk's layers.
         linear_work: linear layers, beside which attention is shared out.
         layer_groups: groups of a model chunk's layers whose backward passes run together.
-        sequence_shards: as for `ParallelSizes`.
+        sequence_shards, head_parallel: as for `ParallelSizes`.
     """
 
     schedule: ScheduleConfig
@@ -92,6 +92,7 @@ class PlannerConfig:
     linear_work: LinearWork
     layer_groups: tuple[LayerGroup, ...]
     sequence_shards: int
+    head_parallel: int
 
     @classmethod
     def from_args(cls, config: DistcaConfig, args: Namespace, servers: int) -> PlannerConfig:
@@ -118,6 +119,7 @@ class PlannerConfig:
                 args.recompute_num_layers,
             ),
             sequence_shards=sizes.sequence_shards,
+            head_parallel=sizes.head_parallel,
         )
 
     def options(self, forward_only: bool) -> ExecutionOptions:

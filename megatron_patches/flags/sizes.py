@@ -115,11 +115,11 @@ class ModelSizes:
             dtype_bytes=args.params_dtype.itemsize,
         )
 
-    def attention_shape(self, tensor_parallel: int) -> AttentionShape:
-        """Returns the attention heads of one tensor-parallel rank."""
+    def attention_shape(self, ranks: int) -> AttentionShape:
+        """Returns the attention heads of one of so many ranks that share them."""
         return AttentionShape(
-            heads=self.heads // tensor_parallel,
-            kv_heads=self.kv_heads // tensor_parallel,
+            heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks,
             head_dim=self.head_dim,
             dtype_bytes=self.dtype_bytes,
             v_head_dim=self.v_head_dim,

@@ -9,7 +9,6 @@ import torch
 
 from distca.attention.choice import check_head_dim
 from distca.plan import BLOCK
-from distca.schedule import BALANCING
 from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.data_checks import validate_data
@@ -22,6 +21,7 @@ from megatron_patches.flags.refused import (
     REFUSED_WITH_DISTCA,
     refuse,
 )
+from megatron_patches.flags.server_checks import validate_servers
 from megatron_patches.flags.sizes import ModelSizes
 
 FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
@@ -67,13 +67,12 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
         )
     if not config.enabled:
         return
+    validate_servers(config, args)
     _validate_scheduling(config, args)
     _validate_pipeline(config, args)
     _validate_chain(config, args)
-    _validate_pools(config, args)
     _validate_ping_pong(config, args)
     _validate_gradient_fusion(config, args)
-    _validate_servers(config, args)
     _validate_transport(config)
     _validate_cuda_graphs(config, args)
     _validate_sm_margin(config)
@@ -216,45 +215,6 @@ def _validate_chain(config: DistcaConfig, args: Namespace) -> None:
                 f"{flag} is not covered by --{name}, whose first micro-batch must go back first: "
                 "remove one of the two"
             )
-
-
-def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
-    """Checks that ranks can form server pools."""
-    size = config.pool_size
-    if size is None:
-        if config.token_pairs is not None:
-            raise ValueError("--distca-token-pairs is for server pools: add --distca-pool-size")
-        return
-    flag, scheduling = f"--distca-pool-size {size}", config.scheduling
-    if args.data_parallel_size % size:
-        raise ValueError(
-            f"{flag} must divide the {args.data_parallel_size} data-parallel ranks: give a divisor"
-        )
-    for other, given, why in (
-        (
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}",
-            args.pipeline_model_parallel_size > 1,
-            "stages wait for each other in each micro-batch",
-        ),
-        (f"--distca-chain {config.chain}", config.chain > 1, "a chain lies on all ranks"),
-        (
-            f"--distca-servers dedicated:{config.dedicated}",
-            config.dedicated > 0,
-            "those servers are of no pool",
-        ),
-        (
-            "--distca-placement sequential",
-            not scheduling.free_placement,
-            "pools choose their documents",
-        ),
-        (
-            f"--distca-scheduler {scheduling.scheduler}",
-            scheduling.scheduler not in BALANCING,
-            "it balances no pool",
-        ),
-    ):
-        if given:
-            raise ValueError(f"{flag} does not go together with {other}, as {why}: remove one")
 
 
 def _validate_ping_pong(config: DistcaConfig, args: Namespace) -> None:
@@ -423,28 +383,6 @@ def _validate_experts(config: DistcaConfig, args: Namespace) -> None:
         )
 
 
-def _validate_servers(config: DistcaConfig, args: Namespace) -> None:
-    """Checks the flags that dedicated servers depend on."""
-    number = config.dedicated
-    if not number:
-        return
-    flag = f"--distca-servers dedicated:{number}"
-    if number % args.tensor_model_parallel_size:
-        raise ValueError(
-            f"{flag}: a server is a process for each of the {args.tensor_model_parallel_size} "
-            "tensor-parallel parts of the heads: use a multiple of that"
-        )
-    if config.scheduling.scheduler not in BALANCING:
-        raise ValueError(
-            f"{flag} needs a --distca-scheduler that shares tasks out over all servers "
-            f"({', '.join(BALANCING)}), not {config.scheduling.scheduler}"
-        )
-    if config.backward != "resend":
-        raise ValueError(f"{flag} needs --distca-backward resend: those servers keep nothing")
-    if not config.scheduling.pool_stages:
-        raise ValueError(f"{flag} shares the tasks of all stages: remove --no-distca-pool-stages")
-
-
 def _validate_scheduling(config: DistcaConfig, args: Namespace) -> None:
     """Checks the flags of the schedulers against each other."""
     scheduling = config.scheduling
@@ -457,10 +395,11 @@ def _validate_scheduling(config: DistcaConfig, args: Namespace) -> None:
                 f"data-parallel ranks of all stages and dedicated servers, not {list(speeds)}"
             )
     size = scheduling.context_parallel_size
-    if size is not None and (size < 1 or args.data_parallel_size % size):
+    servers = args.data_parallel_size // config.head_parallel
+    if size is not None and (size < 1 or servers % size):
         raise ValueError(
-            f"--distca-context-parallel-size {size} must divide the {args.data_parallel_size} "
-            "data-parallel ranks"
+            f"--distca-context-parallel-size {size} must divide the {servers} data-parallel ranks"
+            + ("' servers" if config.head_parallel > 1 else "")
         )
     # Pools pad their tokens to a multiple of the parts.
     pooled = config.pool_size is not None

@@ -18,6 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from distca.attention.packed import packed_attention
 from distca.plan import LayerMasks
 from distca.runtime import CoreAttention, EventCursor, SentLatents, TimedKernel
+from distca.runtime.shared_heads import SharedHeads
 from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
 from megatron_patches.model.mla_latents import LatentSource
@@ -50,12 +51,14 @@ class CoreAttentionRun:
     Attributes:
         core_attention: runtime of the plans.
         cursor: this rank's part of the plans, and the next event.
+        heads: ranks that share heads with this one; None: none do.
         lent_keys: keys and values of ping in the current layer, and what travels for them, for
             pong.
     """
 
     core_attention: CoreAttention
     cursor: EventCursor
+    heads: SharedHeads | None = None
     lent_keys: KeyRows | None = None
 
 
@@ -196,7 +199,12 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 "megatron_patches.pipeline"
             )
         source, nano_batch = self.latent_source, packed_seq_params.nano_batch
-        rows: KeyRows = (self._of_all_heads(key), value)
+        tokens, heads, sink = query.shape[0], run.heads, self.softmax_offset
+        key = self._of_all_heads(key)
+        if heads is not None:
+            query, key, value = heads.gather_rows(query, key, value)
+            sink = None if sink is None else heads.of_rank(sink)
+        rows: KeyRows = (key, value)
         if source is not None:
             rows = (*rows, source.take())
         rows = _lend_and_borrow(rows, packed_seq_params, run, self.layer_number)
@@ -214,10 +222,12 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
             self.softmax_scale,
             labels,
             number,
-            self.softmax_offset,
+            sink,
             latents,
         )
-        return out_THD.reshape(query.shape[0], -1)
+        if heads is not None:
+            out_THD = heads.gather_heads(out_THD)
+        return out_THD.reshape(tokens, -1)
 
 
 def _lend_and_borrow(

@@ -87,6 +87,7 @@ class PlannedData:
                 shape,
                 planning.masks,
                 planning.layer_groups,
+                servers.heads,
             ),
             micro_batches_at=batches.micro_batches_by_sample(),
             evaluated=batches.evaluated // windows.samples_per_micro_batch,
@@ -103,9 +104,11 @@ class PlannedData:
             planning.masks,
             pipeline.dedicated,
             linear_work=planning.linear_work,
-            row_multiple=planning.sequence_shards,
+            row_multiple=planning.sequence_shards * planning.head_parallel,
         )
-        return PlannedReader(stream, self.windows, planner, planning.sequence_shards)
+        return PlannedReader(
+            stream, self.windows, planner, planning.sequence_shards, planning.head_parallel
+        )
 
     def maker(self, stream: TokenStream, forward_only: bool) -> TickMaker:
         """Makes the maker of a split's ticks."""

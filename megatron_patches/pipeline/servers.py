@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.plan.span import Int64s
+from distca.runtime.shared_heads import SharedHeads
 from distca.transport import new_exchange_group
 from distca.transport.collective import MAX_CTAS
 from distca.transport.shared_segments import machine_id
@@ -31,14 +32,16 @@ class Servers:
     """The attention servers as one of them sees them.
 
     Attributes:
-        group: process group of this tensor-parallel index.
+        group: process group of the servers, those with this process's heads.
         layout: stages and numbers of the servers.
         control: control of the dedicated servers; None: there are none.
+        heads: ranks that share heads with this one; None: none do.
     """
 
     group: dist.ProcessGroup
     layout: PipelineLayout
     control: Control | None
+    heads: SharedHeads | None = None
 
 
 def find_servers(
@@ -64,6 +67,7 @@ def find_servers(
         device,
         processes,
         chunks=sizes.chunks,
+        head_parallel=sizes.head_parallel,
         timeout=sizes.timeout,
         max_ctas=config.transport.nccl_max_ctas,
     )
@@ -74,6 +78,7 @@ def connect_servers(
     processes: Processes | None = None,
     *,
     chunks: int = 1,
+    head_parallel: int = 1,
     timeout: timedelta | None = None,
     max_ctas: int = MAX_CTAS,
 ) -> Servers:
@@ -83,6 +88,7 @@ def connect_servers(
         device: device of the model.
         processes: processes of a job with dedicated servers; None: there are none.
         chunks: number of model chunks (virtual stages) of each pipeline stage.
+        head_parallel: data-parallel ranks of a server, which share heads; 1 with dedicated servers.
         timeout: time limit of an exchange; None: the backend's default.
         max_ctas: as for `distca.transport.collective.nccl_options`, where the backend is NCCL.
     """
@@ -93,28 +99,48 @@ def connect_servers(
         number = int(table.size) + processes.dedicated_number
         layout = PipelineLayout(None, chunks, table, number, processes.dedicated_servers)
         return Servers(group, layout, Control(group, device))
+    rank = parallel_state.get_data_parallel_rank()
     place = (
-        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank() * head_parallel + rank % head_parallel,
         parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
+        rank // head_parallel,
     )
-    index, stage, data_parallel_rank = place
+    index, stage, of_stage = place
     places = [place] * dist.get_world_size()
     dist.all_gather_object(places, place)
     table = server_table(places, index)
-    number = int(table[stage, data_parallel_rank])
+    number = int(table[stage, of_stage])
     if processes is None:
         # Groups of their own, so that exchanges are never ordered among other collectives.
-        groups = [
-            new_exchange_group(
-                [rank for rank, other in enumerate(places) if other[0] == each], timeout, max_ctas
-            )
-            for each in range(parallel_state.get_tensor_model_parallel_world_size())
-        ]
-        return Servers(groups[index], PipelineLayout(stage, chunks, table, number), None)
+        group = _group_of_equals([each for each, *_ in places], timeout, max_ctas)
+        heads = None
+        if head_parallel > 1:
+            # Parts of a tensor-parallel rank's heads lie together.
+            servers = [(part // head_parallel, *server) for part, *server in places]
+            heads = SharedHeads(_group_of_equals(servers, timeout, max_ctas))
+        return Servers(group, PipelineLayout(stage, chunks, table, number), None, heads)
     group = processes.exchange_group(processes.share_places(places), index, max_ctas)
     layout = PipelineLayout(stage, chunks, table, number, processes.dedicated_servers)
     return Servers(group, layout, Control(group, device))
+
+
+def _group_of_equals(
+    keys: Sequence[object], timeout: timedelta | None, max_ctas: int
+) -> dist.ProcessGroup:
+    """Makes a process group of all ranks with the same key, for each key; returns this rank's.
+    Collective.
+
+    Args:
+        keys: key of each process.
+        timeout, max_ctas: as for `connect_servers`.
+    """
+    mine = None
+    for key in dict.fromkeys(keys):
+        ranks = [rank for rank, other in enumerate(keys) if other == key]
+        group = new_exchange_group(ranks, timeout, max_ctas)
+        mine = group if dist.get_rank() in ranks else mine
+    assert mine is not None, "this process is of one of them"
+    return mine
 
 
 def warn_of_distances(
@@ -137,17 +163,17 @@ def warn_of_distances(
         )
 
 
-def server_table(places: list[Place], tensor_parallel_rank: int) -> Int64s:
-    """Numbers the servers of a tensor-parallel index: see `PipelineLayout.servers`.
+def server_table(places: list[Place], part: int) -> Int64s:
+    """Numbers the servers that compute the same part of the heads: see `PipelineLayout.servers`.
 
     Args:
         places: places of the processes with a model.
-        tensor_parallel_rank: tensor-parallel index.
+        part: number of the part.
 
     Returns:
-        Server numbers in the order of the processes, int64 `[stages, data-parallel ranks]`.
+        Server numbers in the order of the processes, int64 `[stages, servers of a stage]`.
     """
-    mine = [place[1:] for place in places if place[0] == tensor_parallel_rank]
+    mine = [place[1:] for place in places if place[0] == part]
     stages, ranks = (1 + max(column) for column in zip(*mine, strict=True))
     table = np.empty((stages, ranks), dtype=np.int64)
     for server, (stage, rank) in enumerate(mine):

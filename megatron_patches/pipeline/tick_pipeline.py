@@ -261,7 +261,7 @@ class _GlobalBatch:
         assert runtime.layout.stage is not None, "dedicated servers hold no model"
         self._stage = runtime.layout.stage
         own_stage = runtime.layout.servers[self._stage].tolist()
-        self._data_parallel_rank = own_stage.index(runtime.layout.server)
+        self._server_of_stage = own_stage.index(runtime.layout.server)
         self._trace = runtime.core_attention.trace
         # Inputs that have arrived, forward passes without their backward, gradients that arrived.
         self._inputs: dict[Work, torch.Tensor | None] = {}
@@ -439,10 +439,12 @@ class _GlobalBatch:
 
     def _shape_from(self, sender: int, tick_input: TickInput) -> tuple[int, int, int]:
         """Returns the shape of what a stage sends: `[tokens, 1, hidden size]`."""
-        server = self._layout.servers[sender, self._data_parallel_rank]
+        server = self._layout.servers[sender, self._server_of_stage]
         # With each mask the tokens are the same.
         plans = self._runtime.masks.select(tick_input.plans, 0)
         tokens = sum(int(plan.own_tokens_per_rank()[server]) for plan in plans)
+        if self._runtime.heads is not None:
+            tokens //= self._runtime.heads.size
         if self._config.sequence_parallel:
             tokens //= self._process_groups.tp.size()
         return tokens, 1, self._config.hidden_size

@@ -71,6 +71,37 @@ def test_no_task_leaves_its_pool(size: int, ping_pong: bool) -> None:
     assert 0 < tokens - len(every) < most
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_pools_with_a_pipeline(size: int) -> None:
+    """A pool has the same ranks of all stages, which share the attention of its micro-batches."""
+    stages = 2
+    servers = np.arange(RANKS, dtype=np.int64).reshape(stages, -1)
+    made = replace(planner(size), servers=servers)
+    found = made.plan(documents_in_turn(windows()))
+    pool = np.empty(RANKS, dtype=np.int64)
+    assert isinstance(found.pools, np.ndarray)
+    for number, members in enumerate(found.pools):
+        pool[members] = number
+        assert (servers // len(servers[0]) == np.arange(stages)[:, None]).all()
+        assert np.isin(servers, members).sum(axis=1).tolist() == [size] * stages
+    shared = 0
+    for tick in found.ticks:
+        for plan in tick.plans:
+            validate_plan(plan)
+            for of_phase in plan_bytes(plan, CONFIG.shape).messages.values():
+                there = of_phase.sizes > 0
+                source, destination = of_phase.source[there], of_phase.destination[there]
+                assert (pool[source] == pool[destination]).all()
+                shared += int(
+                    (source // (RANKS // stages) != destination // (RANKS // stages)).sum()
+                )
+    assert shared, "stages share their servers inside a pool"
+    tokens = [
+        documents.lengths.sum() for each in found.micro_batches for documents in each.documents
+    ]
+    assert MICRO_BATCHES * WINDOW <= sum(tokens) < MICRO_BATCHES * (WINDOW + RANKS * 4)
+
+
 def test_pools_have_equal_work_and_different_tokens() -> None:
     found = planned(2)
     loads, tokens = np.zeros(RANKS), np.zeros(RANKS)

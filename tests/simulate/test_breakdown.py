@@ -14,6 +14,8 @@ CONFIGURATIONS = (
     Candidate("tiles", 1, 2, 4, 1, 4),
     Candidate("tiles", 1, 1, 8, 1, 1, keeps_inputs=True),
     Candidate("tiles", 2, 1, 4, 1, 2, pool_size=2, ping_pong=False),
+    Candidate("tiles", 1, 1, 8, 1, 2, head_parallel=2),
+    Candidate("tiles", 1, 2, 4, 1, 4, pool_size=2, head_parallel=2),
     Candidate("greedy", 2, 2, 2, 1, 4),
     Candidate("wlb-llm", 1, 1, 4, 2, 4),
     Candidate("per-document-cp", 1, 1, 2, 4, 2),

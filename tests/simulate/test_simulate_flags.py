@@ -32,6 +32,7 @@ from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
     with_pools,
+    with_shared_heads,
     with_slower_links,
     without_ping_pong,
 )
@@ -102,10 +103,11 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     pairs = None if c.pool_size is None else token_pairs(workload.costs_of(c))
     assert flags.execution_options(ParallelSizes.from_args(args).chunks) == options_of(c, pairs)
     assert flags.backward == ("keep" if c.keeps_inputs else "resend")
-    config = schedule_config(flags, args, c.data * c.stages)
+    assert flags.head_parallel == c.head_parallel
+    config = schedule_config(flags, args, c.servers_of_stage * c.stages)
     assert config.tolerance == workload.tolerance
     assert config.links == workload.planned_links(c)
-    assert config.shape == costs.shape
+    assert config.shape == workload.costs_of(c).shape
     assert args.use_distributed_optimizer
     if workload.recompute == "none":
         assert args.recompute_granularity is None
@@ -149,9 +151,29 @@ def test_server_pools_where_training_has_them() -> None:
         flags = training_flags(each, job)
         assert f"--distca-pool-size {each.pool_size} " in " ".join(flags)
         check(parsed(shlex.split(" ".join(flags)), job), each, job)
-    for other in ({"stages": 2, "data": 16}, {"chain": 2}, {"system": "greedy"}, {"data": 4}):
+    for other in ({"chain": 2}, {"system": "greedy"}, {"data": 4}):
         assert with_pools(replace(given, **other), job) == []
     assert with_pools(pooled[0], job) == []
+    stages = with_pools(replace(given, stages=2, data=16), job)
+    assert [each.pool_size for each in stages] == [4, 8]
+
+
+def test_shared_heads_where_training_has_them() -> None:
+    """Ranks of a node, in all sizes that divide heads; what is printed trains with them."""
+    job = replace(WORKLOAD, gpus=64, sequences=8)
+    given = Candidate("tiles", 1, 1, 64, 1, 2)
+    heads = job.model.kv_heads
+    shared = with_shared_heads(given, job)
+    assert [each.head_parallel for each in shared] == [n for n in (2, 4, 8) if heads % n == 0]
+    pooled = with_shared_heads(replace(given, pool_size=2), job)
+    assert [each.head_parallel for each in pooled] == [2]
+    for each in (*shared, *pooled):
+        flags = training_flags(each, job)
+        assert f"--distca-head-parallel-size {each.head_parallel}" in flags
+        check(parsed(shlex.split(" ".join(flags)), job), each, job)
+        assert given in [replace(o, pool_size=None) for o in with_shared_heads(each, job)]
+    assert with_shared_heads(replace(given, system="greedy"), job) == []
+    assert with_shared_heads(replace(given, tensor=8, data=8), job) == []
 
 
 @pytest.mark.parametrize("system", DISTCA_SYSTEMS)

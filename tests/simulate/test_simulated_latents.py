@@ -189,11 +189,15 @@ def test_advice_sends_what_is_faster(gpus_per_node: int, latents_are_faster: boo
 def test_keys_and_values_travel_where_latents_do_not_fit() -> None:
     workload = Workload(LATENT, CLUSTER, 8, 8192, 8, 0.1, "mlp")
     latents = Candidate("tiles", 1, 1, 8, 1, 1)
-    (found,) = with_less_memory(latents, workload)
+    found, shared = with_less_memory(latents, workload)
     assert found == replace(latents, may_send_latents=False)
     assert not workload.costs_of(found).sends_latents
-    assert not with_less_memory(found, workload)
+    assert shared.head_parallel == 8
+    assert not workload.costs_of(shared).sends_latents
+    assert with_less_memory(found, workload) == [replace(found, head_parallel=8)]
+    assert not with_less_memory(replace(found, head_parallel=8), workload)
     # Latents are expanded again, so that there is no use in keeping what they became.
     kept = [bool(with_kept_inputs(each, workload)) for each in (latents, found)]
     assert kept == [False, True]
+    # What is asked to travel does.
     assert not with_less_memory(latents, replace(workload, latent_rows="on"))

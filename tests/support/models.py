@@ -216,7 +216,9 @@ def train(
     done, made = run(args, stream, processes)
     if made is not None:
         transport = made.runtime.core_attention.transport
-        done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
+        heads = made.runtime.heads
+        counted = dict(transport.bytes_sent) | ({} if heads is None else heads.bytes_sent)
+        done.bytes_counted = {phase: n for phase, n in counted.items() if n}
         done.bytes_planned = bytes_planned(args, made, steps)
     dist.barrier()
 

@@ -91,6 +91,12 @@ def test_it_mixes(ranks, layout: str, variant: str) -> None:
     train_a_step(ranks, layout, VARIANTS[variant].split())
 
 
+@pytest.mark.parametrize("nano_batches", NANO_BATCHES)
+def test_server_pools(ranks, nano_batches: str) -> None:
+    """A pool has the same ranks of all stages, which run micro-batches of unequal sizes."""
+    train_a_step(ranks, "PP2-VPP2-DP2", ["--distca-pool-size", "1", nano_batches])
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler(ranks, scheduler: str) -> None:
     """Also wlb-llm, under which ranks send messages of different sizes."""

@@ -133,7 +133,6 @@ class GlobalBatchPlanner:
                 "give a divisor"
             )
         for name, found in (
-            ("pipeline stages", self.stages > 1),
             ("chains of micro-batches", options.chain > 1),
             ("dedicated servers", self.dedicated > 0),
             ("a given placement", not options.free_placement),
@@ -257,7 +256,8 @@ class GlobalBatchPlanner:
         """
         assert self._server_pools is not None
         lengths = np.concatenate([documents.lengths for documents in incoming])
-        speeds = self.config.speeds_of(self.world_size)
+        # A micro-batch is on the same ranks in all stages.
+        speeds = self.config.speeds_of(self.world_size)[self.servers].mean(axis=0)
         return self._server_pools.assign(incoming, self._work(lengths), speeds)
 
     def ticks(
@@ -398,11 +398,12 @@ class GlobalBatchPlanner:
         planners = []
         for ranks in self._server_pools.ranks():
             speeds = self.config.server_speeds
-            mine = None if speeds is None else tuple(speeds[rank] for rank in ranks)
+            servers = self.servers[:, ranks]
+            mine = None if speeds is None else tuple(speeds[each] for each in servers.flat)
             planners.append(
                 replace(
                     self,
-                    servers=np.arange(len(ranks), dtype=np.int64)[None],
+                    servers=np.arange(servers.size, dtype=np.int64).reshape(servers.shape),
                     config=replace(self.config, server_speeds=mine),
                     options=replace(self.options, pool_size=None),
                 )
@@ -470,11 +471,13 @@ class PlannerWithStats:
         planner: planner of global batches.
         calls: calls of core attention in a tick of each direction with each mask, by pass.
         backward: how the backward pass gets its inputs.
+        head_parallel: ranks of a server, which share heads.
     """
 
     planner: GlobalBatchPlanner
     calls: Mapping[Pass, Sequence[Mapping[Pass, int]]]
     backward: BackwardInputs
+    head_parallel: int = 1
 
     def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
         """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
@@ -483,7 +486,9 @@ class PlannerWithStats:
         return CountedGlobalBatch(
             batch,
             tuple(
-                each.bytes_sent(self.calls[each.tick.direction], shape, self.backward)
+                each.bytes_sent(
+                    self.calls[each.tick.direction], shape, self.backward, self.head_parallel
+                )
                 for each in batch.ticks
             ),
             batch.largest_memory(shape, self.backward),

@@ -13,6 +13,7 @@ from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import (
     BACKWARD_PHASES,
     FORWARD_PHASES,
+    SHARED_HEADS,
     AttentionShape,
     BackwardInputs,
     plan_bytes,
@@ -144,14 +145,16 @@ class PlannedTick(NamedTuple):
         calls: Sequence[Mapping[Pass, int]],
         shape: AttentionShape,
         backward: BackwardInputs = "resend",
+        head_parallel: int = 1,
     ) -> dict[str, Int64s]:
         """Counts the bytes that each server sends in the tick, `[servers]`, by phase.
 
         Args:
             calls: calls of core attention in the tick with each mask, by pass; recomputed ones are
                 forward.
-            shape: attention heads of one tensor-parallel rank.
+            shape: attention heads of one rank.
             backward: how the backward pass gets its inputs.
+            head_parallel: ranks of a server, which share heads: bytes are those of each.
         """
         passes: tuple[tuple[Pass, tuple[str, ...]], ...]
         passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
@@ -163,6 +166,10 @@ class PlannedTick(NamedTuple):
                 times = calls[number // nano_batches][what]
                 for name in names if times else ():
                     sent[name] = sent.get(name, 0) + times * each[name].sent()
+                if times and head_parallel > 1:
+                    rows = plan.own_tokens_per_rank() // head_parallel * (head_parallel - 1)
+                    phase = SHARED_HEADS[what]
+                    sent[phase] = sent.get(phase, 0) + times * rows * shape.token_bytes
         return sent
 
 
@@ -186,6 +193,14 @@ class PlannedGlobalBatch:
     ticks: tuple[PlannedTick, ...]
     masks: LayerMasks = field(default_factory=LayerMasks)
     pool_size: int | None = None
+
+    @property
+    def pools(self) -> Int64s | slice:
+        """Servers of each pool, `[pools, servers of a pool]`; a slice of all where they are one."""
+        if self.pool_size is None:
+            return slice(None)
+        by_pool = self.servers.reshape(len(self.servers), -1, self.pool_size).transpose(1, 0, 2)
+        return by_pool.reshape(len(by_pool), -1)
 
     def largest_memory(
         self, shape: AttentionShape, backward: BackwardInputs = "resend"

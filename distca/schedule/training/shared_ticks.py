@@ -63,7 +63,8 @@ class TickPlanner:
             ticks: some or all of its ticks.
         """
         together: dict[tuple[bool, tuple[int | None, ...]], tuple[tuple[Plan, ...], int]] = {}
-        at_home = AtHome(self.servers, self.world_size, self.config.cost_model)
+        planners = self.pool_planners or (self,)
+        at_home = [AtHome(p.servers, p.world_size, p.config.cost_model) for p in planners]
         planned = []
         for tick in ticks:
             running = tuple(None if work is None else work.micro_batch for work in tick.work)
@@ -80,23 +81,30 @@ class TickPlanner:
         return self.linear_work is not None and last is not None and last.chunk == self.chunks - 1
 
     def _plans(
-        self, stages: Sequence[PlannedMicroBatch | None], counts_head: bool, at_home: AtHome
+        self,
+        stages: Sequence[PlannedMicroBatch | None],
+        counts_head: bool,
+        at_home: Sequence[AtHome],
     ) -> tuple[Plan, ...]:
         """Makes a tick's plans, with each mask in turn.
 
         Args:
             stages: micro-batch of each stage; None: the stage is idle.
             counts_head: whether the last stage's output layer counts.
-            at_home: what ranks compute if no task leaves its stage.
+            at_home: what ranks compute if no task leaves its stage, of each server pool.
         """
         if self.pool_planners:
-            (only,) = stages
-            assert only is not None
             of_pools = [
-                planner._plans([part], counts_head, at_home)
-                for planner, part in zip(self.pool_planners, only.pools, strict=True)
+                planner._plans(
+                    [None if each is None else each.pools[number] for each in stages],
+                    counts_head,
+                    [at_home[number]],
+                )
+                for number, planner in enumerate(self.pool_planners)
             ]
-            ranks = self.servers.reshape(len(of_pools), -1)
+            # A pool numbers its own servers, stage by stage.
+            by_pool = self.servers.reshape(len(stages), len(of_pools), -1).transpose(1, 0, 2)
+            ranks = by_pool.reshape(len(of_pools), -1)
             return tuple(
                 side_by_side(plans, ranks, self.world_size) for plans in zip(*of_pools, strict=True)
             )
@@ -105,7 +113,9 @@ class TickPlanner:
             plan
             for number in range(len(self.masks.masks))
             for plan in self._plans_with_a_mask(
-                [None if each is None else each[number] for each in of_masks], counts_head, at_home
+                [None if each is None else each[number] for each in of_masks],
+                counts_head,
+                at_home[0],
             )
         )
 
