@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from distca.plan.span import Int64s
@@ -332,7 +333,8 @@ class _Writes:
         size, whole = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
         heads, rank = model.get_num_kv_heads(parallel), get_tensor_model_parallel_rank()
         self._counts = rank == 0
-        first = rank * whole // size
+        # All workers have all of a latent.
+        first = 0 if model.use_mla else rank * whole // size
         hello = Hello(
             _facts(self._config),
             self._config.kv_transfer_config.engine_id,
@@ -419,7 +421,13 @@ class _Writes:
         self.stats.receive(keys.nbytes + values.nbytes)
         keys, values = (each.to(cache.device) for each in (keys, values))
         slots = slots.to(cache.device)
-        module.impl.do_kv_cache_update(module, keys, values, cache, slots)
+        if isinstance(module, MLAAttention):
+            # What is rotated lies behind the latent.
+            rank, dtype, scale = module.kv_lora_rank, module.kv_cache_dtype, module._k_scale
+            latents, rotated = keys[:, 0, :rank], keys[..., rank:]
+            module.impl.do_kv_cache_update(latents, rotated, cache, slots, dtype, scale)
+        else:
+            module.impl.do_kv_cache_update(module, keys, values, cache, slots)
 
 
 def _facts(config: VllmConfig) -> dict[str, str]:

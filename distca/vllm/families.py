@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from distca.prefill.facts import NOT_QUANTIZED
@@ -25,6 +26,8 @@ PROVED = (
     "GptOssForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
 """Classes of vLLM whose rows were held against vLLM's own. `docs/vllm.md` names them."""
 
@@ -59,6 +62,10 @@ def check_model(model: ModelConfig) -> None:
         (model.is_hybrid or model.has_inner_state, "has Mamba or linear attention layers"),
         (model.is_multimodal_model, "has encoders of images or sounds"),
         (model.uses_mrope, "has rotary embeddings of several dimensions"),
+        (
+            model.use_mla and not current_platform.is_cpu(),
+            "has multi-latent attention, with heads that no kernel for GPUs has",
+        ),
     ):
         if has:
             raise _refused(model, what)
@@ -124,8 +131,14 @@ def _refused(model: ModelConfig, what: str) -> ValueError:
 def _uncovered(layer: Attention) -> str | None:
     """What a layer has that the ranks do not compute; None: nothing."""
     impl = layer.impl
-    if isinstance(layer, MLAAttention):
-        return "multi-latent attention"
+    if type(layer) is MLAAttention:
+        of_latents = {
+            "a choice of keys by an indexer": layer.use_sparse or layer.indexer is not None,
+            "a window of latent attention": layer.sliding_window is not None,
+            "queries that processes of decode context parallelism share": layer.dcp_q_replicate,
+            "quantized keys and values": layer.kv_cache_dtype != "auto",
+        }
+        return next((what for what, has in of_latents.items() if has), None)
     if type(layer) is not Attention:
         return f"a {type(layer).__name__}"
     found = {

@@ -21,11 +21,14 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from distca.cost.volume import AttentionShape
 from distca.inference.models import ServedModel, expert_count
@@ -202,7 +205,7 @@ def _config(
         ValueError: vLLM refuses the model.
     """
     try:
-        return EngineArgs(
+        config = EngineArgs(
             model=path,
             dtype=str(dtype).removeprefix("torch."),
             trust_remote_code=trust_remote_code,
@@ -217,6 +220,12 @@ def _config(
     # vLLM raises all of these for models and settings that it does not have here.
     except (ValueError, OSError, NotImplementedError) as error:
         raise ValueError(f"{path}: vLLM refuses this model: {_line(error)}") from error
+    if config.model_config.use_mla and current_platform.is_cpu():
+        # vLLM's kernel for CPUs rotates queries of several heads wrongly.
+        config.compilation_config.custom_ops.append(f"-{RotaryEmbedding.name}")
+        # That for AMX packs the weights that bring queries to the latents.
+        config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+    return config
 
 
 def _line(error: Exception) -> str:
@@ -291,7 +300,9 @@ class _Runnable:
         self.scales: Sequence[float] = [float(layers[n].impl.scale) for n in range(len(layers))]
         self._attention: LayerAttention | None = None
         for number, layer in layers.items():
-            layer.forward = functools.partial(self._attend, number, layer)
+            of_latents = isinstance(layer, MLAAttention)
+            function = self._attend_latents if of_latents else self._attend
+            layer.forward = functools.partial(function, number, layer)
 
     def logits(
         self,
@@ -334,3 +345,46 @@ class _Runnable:
         scale = self.scales[number]
         out = self._attention.attend(number, q.contiguous(), k, v, scale, sink)
         return out.to(output_dtype or query.dtype).reshape(len(query), -1)
+
+    def _attend_latents(
+        self,
+        number: int,
+        layer: MLAAttention,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        output_shape: Sequence[int] | None = None,
+        q_dcp_replicated: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention over latents, as vLLM's layers call it.
+
+        The weights of keys bring queries to the latents. So all heads have the same keys: latents,
+        with the rotated parts behind them. Outputs are latents, too, of which the weights of values
+        make those of the heads.
+
+        Args:
+            number: number of the layer.
+            layer: the layer.
+            q: queries, `[rows, heads, nope + rope]`.
+            kv_c_normed: latents, `[rows, rank]`.
+            k_pe: rotated parts of keys, `[rows, 1, rope]`.
+            output_shape: shape of the result.
+            q_dcp_replicated: never given: layers that give it are refused.
+
+        Returns:
+            Outputs of the heads, `[rows, heads * v_dim]`.
+        """
+        assert self._attention is not None, "a layer runs by itself"
+        rows, rank = kv_c_normed.shape
+        q = q.view(rows, layer.num_heads, layer.qk_head_dim)
+        nope, rotated = q[..., : layer.qk_nope_head_dim], q[..., layer.qk_nope_head_dim :]
+        # Head by head: [heads, rows, nope] @ [heads, nope, rank].
+        absorbed = torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
+        k = torch.cat([kv_c_normed, k_pe.view(rows, -1)], dim=-1)[:, None]
+        # Values have as many numbers as keys in the memory of the ranks.
+        v = torch.nn.functional.pad(kv_c_normed, (0, layer.qk_rope_head_dim))[:, None]
+        out = self._attention.attend(
+            number, torch.cat([absorbed, rotated], dim=-1), k, v, self.scales[number], None
+        )
+        latents = out[..., :rank].to(q.dtype).transpose(0, 1)
+        return torch.bmm(latents, layer.W_UV).transpose(0, 1).reshape(rows, -1)

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.platforms import current_platform
+
 from distca.prefill.address import own_host
 from distca.prefill.client import LANDING_BYTES
 from distca.prefill.messages import TransferChoice
@@ -127,10 +130,28 @@ def checked_settings(config: VllmConfig) -> Settings:
             f"DistCAConnector fills no layers of a draft model, as the method {drafts.method} of "
             "--speculative-config has: leave it out, or use ngram"
         )
-    model = config.model_config
-    if model.use_mla:
-        raise ValueError(
-            f"DistCAConnector: {model.model} has multi-latent attention, which is not proved with "
-            "prefill ranks"
-        )
+    if config.model_config.use_mla:
+        _check_latents(config)
     return settings
+
+
+def _check_latents(config: VllmConfig) -> None:
+    """Refuses multi-latent attention where it was not proved.
+
+    Raises:
+        ValueError: it was not.
+    """
+    model = config.model_config
+    if not current_platform.is_cpu():
+        raise ValueError(
+            f"DistCAConnector: {model.model} has multi-latent attention, whose heads no kernel of "
+            "the prefill ranks for GPUs has"
+        )
+    rotary = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    off = f"-{RotaryEmbedding.name}"
+    operators = config.compilation_config.custom_ops
+    if rotary.get("rope_type") == "default" and "all" in operators and off not in operators:
+        raise ValueError(
+            f"{model.model} has multi-latent attention, and vLLM's kernel for CPUs rotates its "
+            f'queries wrongly: add --compilation-config \'{{"custom_ops": ["{off}"]}}\''
+        )

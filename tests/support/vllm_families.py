@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,10 +49,12 @@ class Family:
     Attributes:
         config: name of its configuration in transformers.
         values: values of its configuration.
+        operators: `custom_ops` of vLLM's compilation config.
     """
 
     config: str
     values: Mapping[str, Any]
+    operators: tuple[str, ...] = ()
 
 
 def _of(family: str, **values: Any) -> Family:
@@ -60,6 +62,32 @@ def _of(family: str, **values: Any) -> Family:
     config, special = FAMILIES[family]
     return Family(config, {**special, "head_dim": 32, **values})
 
+
+_LATENTS: dict[str, Any] = {
+    # vLLM's kernel of latent attention on CPUs has these two sizes alone.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
 
 SMALL: dict[str, Family] = {
     "LlamaForCausalLM": _of("llama"),
@@ -76,6 +104,17 @@ SMALL: dict[str, Family] = {
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Qwen3MoeForCausalLM": _of("qwen3_moe"),
+    "DeepseekV2ForCausalLM": Family(
+        "DeepseekV2Config",
+        {**_LATENTS, "q_lora_rank": None, "topk_method": "greedy"},
+        # vLLM's kernel on CPUs rotates queries of several heads wrongly.
+        ("-rotary_embedding",),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "DeepseekV3Config",
+        # YaRN has no such kernel.
+        {**_LATENTS, "q_lora_rank": 32, "topk_method": "noaux_tc", "rope_parameters": _YARN},
+    ),
 }
 """By the names of vLLM's classes, in the order of `docs/vllm.md`."""
 
@@ -106,8 +145,8 @@ class Answers:
 def answer(pipe: Connection) -> None:
     """Answers the prompts by one model after the other: the main function of vLLM's process.
 
-    It is told a model's folder and the address of its ranks, and then each time whether ranks must
-    be there; None: no more.
+    It is told a model's folder, the address of its ranks and vLLM's operators, and then each time
+    whether ranks must be there; None: no more.
     """
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -125,7 +164,7 @@ def answer(pipe: Connection) -> None:
         cleanup_dist_env_and_memory()
 
 
-def _answer(pipe: Connection, folder: Path, address: str) -> None:
+def _answer(pipe: Connection, folder: Path, address: str, operators: Sequence[str]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -137,6 +176,7 @@ def _answer(pipe: Connection, folder: Path, address: str) -> None:
         enforce_eager=True,
         max_num_batched_tokens=256,
         skip_tokenizer_init=True,
+        compilation_config={"custom_ops": list(operators)},
         kv_transfer_config=KVTransferConfig(
             kv_connector="DistCAConnector",
             kv_connector_module_path="distca.vllm",
@@ -246,7 +286,7 @@ def compare(
         if quantized:
             quantize(folder, quantized)
         read = partial(read_vllm_model, str(folder), torch.float32)
-        for told in ((folder, address), False):
+        for told in ((folder, address, SMALL[name].operators), False):
             pipe.send(told)
         alone: Answers = pipe.recv()
         assert len({tuple(each) for each in alone.tokens}) == len(LENGTHS), "all the same"

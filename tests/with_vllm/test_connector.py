@@ -256,7 +256,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
         ({"kv_role": "kv_producer"}, 'give "kv_role": "kv_consumer"'),
         ({"kv_load_failure_policy": "fail"}, 'needs "kv_load_failure_policy": "recompute"'),
         ({"pipeline_parallel_size": 2}, "leave --pipeline-parallel-size out"),
-        ({"use_mla": True}, "multi-latent attention"),
+        ({"use_mla": True}, 'add --compilation-config \'{"custom_ops": \\["-rotary_embedding"'),
         ({"decode_context_parallel_size": 2}, "leave --decode-context-parallel-size out"),
         ({"prefill_context_parallel_size": 2}, "leave --prefill-context-parallel-size out"),
         ({"cache_dtype": "fp8"}, "not as fp8: leave --kv-cache-dtype out"),
@@ -271,12 +271,31 @@ def test_mistakes_are_a_line_before_the_model_is_loaded(changes: dict[str, Any],
     }
     of_vllm = OF_VLLM | changes | {"kv_connector_extra_config": extra, "model": "a model"}
     part = SimpleNamespace(**of_vllm)
-    parts = ("kv_transfer", "parallel", "model", "cache", "speculative")
-    config: Any = SimpleNamespace(**{f"{name}_config": part for name in parts})
+    config: Any = SimpleNamespace(**{f"{name}_config": part for name in PARTS})
     with pytest.raises(ValueError, match=line) as refused:
         checked_settings(config)
     assert len(str(refused.value).splitlines()) == 1
 
+
+@pytest.mark.parametrize("changes", [{"rope_type": "yarn"}, {"custom_ops": ["-rotary_embedding"]}])
+def test_latents_that_vllm_rotates_rightly_are_taken_on_cpus_alone(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distca.vllm.settings import checked_settings
+
+    rotary = SimpleNamespace(rope_parameters={"rope_type": "default"} | changes)
+    extra = {"kv_connector_extra_config": {"distca_address": "tcp://127.0.0.1:1"}}
+    of_latents = {"use_mla": True, "hf_text_config": rotary, "model": "a model"}
+    part = SimpleNamespace(**OF_VLLM | of_latents | extra | changes)
+    config: Any = SimpleNamespace(**{f"{name}_config": part for name in PARTS})
+    checked_settings(config)
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr("distca.vllm.settings.current_platform", gpu)
+    with pytest.raises(ValueError, match="multi-latent attention, whose heads no kernel"):
+        checked_settings(config)
+
+
+PARTS = ("kv_transfer", "parallel", "model", "cache", "speculative", "compilation")
 
 OF_VLLM = {
     "kv_role": "kv_consumer",
@@ -288,6 +307,8 @@ OF_VLLM = {
     "dtype": "torch.bfloat16",
     "cache_dtype": "auto",
     "method": "ngram",
+    "custom_ops": ["all"],
+    "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"}),
 }
 
 

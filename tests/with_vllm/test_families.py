@@ -16,8 +16,9 @@ SHORT = {
     "Gemma3ForCausalLM": [(2, 2)],
     "GptOssForCausalLM": [(2, 1)],
     "Qwen3MoeForCausalLM": [(1, 2)],
+    "DeepseekV2ForCausalLM": [(2, 1)],
 }
-"""Windows, sinks, and experts: ranks, and processes of each."""
+"""Windows, sinks, experts, and latents: ranks, and processes of each."""
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
 
+from vllm.model_executor.layers.attention import MLAAttention
+
 from distca.commands.prefill import build_parser
 from distca.commands.prefill_model import read_prefill_model
 from distca.inference.small_models import save_model, save_small_model
@@ -27,11 +29,22 @@ PLAIN: dict[str, Any] = {
     "has_inner_state": False,
     "is_multimodal_model": False,
     "uses_mrope": False,
+    "use_mla": False,
     "quantization": None,
     "hf_config": SimpleNamespace(),
     "is_moe": False,
     "using_transformers_backend": lambda: False,
     "architectures": ["SomeForCausalLM"],
+}
+
+
+PLAIN_LATENTS: dict[str, Any] = {
+    "impl": None,
+    "indexer": None,
+    "use_sparse": False,
+    "sliding_window": None,
+    "dcp_q_replicate": False,
+    "kv_cache_dtype": "auto",
 }
 
 
@@ -68,6 +81,15 @@ def test_what_a_model_is(changes: dict[str, Any], line: str) -> None:
     check_model(SimpleNamespace(**PLAIN))
     with pytest.raises(ValueError, match=f"^a model .*{line}"):
         check_model(SimpleNamespace(**PLAIN | changes))
+
+
+def test_latents_are_computed_on_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_latents = SimpleNamespace(**PLAIN | {"use_mla": True})
+    check_model(of_latents)
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr("distca.vllm.families.current_platform", gpu)
+    with pytest.raises(ValueError, match=r"^a model has multi-latent attention, .* for GPUs"):
+        check_model(of_latents)
 
 
 def layers(folder: Path) -> tuple[Any, dict[int, Any]]:
@@ -113,6 +135,10 @@ def test_what_layers_are(tmp_path: Path) -> None:
     refused("layers of different heads", num_kv_heads=1)
     refused("layers of different soft caps", logits_soft_cap=30.0)
     refused("attention to a prefix in both directions in layer 1", use_mm_prefix=True)
+    latents = object.__new__(MLAAttention)
+    latents.__dict__.update(PLAIN_LATENTS, use_sparse=True)
+    with pytest.raises(ValueError, match="has a choice of keys by an indexer in layer 0"):
+        check_layers(model, made, {0: latents})
 
     class Mamba:
         impl = None
