@@ -32,7 +32,12 @@ PROVED = (
 """Classes of vLLM whose rows were held against vLLM's own. `docs/vllm.md` names them."""
 
 
-QUANTIZED = ("compressed-tensors int-quantized",)
+QUANTIZED = (
+    "compressed-tensors int-quantized",
+    "compressed-tensors pack-quantized",
+    "gptq",
+    "awq",
+)
 """Methods of quantized weights, and their formats, that were held against vLLM's own.
 `docs/vllm.md` names them."""
 
@@ -43,7 +48,9 @@ def quantization(model: ModelConfig) -> str:
         return NOT_QUANTIZED
     found = getattr(model.hf_config, "quantization_config", None)
     form = found.get("format") if isinstance(found, Mapping) else None
-    return f"{model.quantization} {form}" if form else str(model.quantization)
+    # Some of vLLM's names say that it chooses the kernel.
+    method = str(model.quantization).removeprefix("auto_")
+    return f"{method} {form}" if form else method
 
 
 def check_model(model: ModelConfig) -> None:

@@ -111,9 +111,8 @@ def prefill_with(
     rank = PrefillRank(config, model, chunk, lease, transfer)
     front = None
     if dist.get_rank() == 0:
-        facts = model_facts(
-            model.config, model.path, "float32", model.frequencies, model.quantization
-        )
+        dtype = str(model.dtype).removeprefix("torch.")
+        facts = model_facts(model.config, model.path, dtype, model.frequencies, model.quantization)
         layers = len(model.windows)
         welcome = Welcome("", processes, chunk, layers, rank.capacity, lease, agents=rank.agents)
         front = Front(address, facts, welcome, rank.slices, rank.transfers)

@@ -20,7 +20,7 @@ import torch
 
 from distca.prefill.client import PrefillClient
 from support.prefills import RankDone, free_address, in_background, prefill_with, prompt
-from support.quantized_models import quantize
+from support.quantized_models import KINDS, quantize
 from support.ranks import Ranks
 from support.small_models import FAMILIES, SIZES, save_model
 
@@ -90,7 +90,8 @@ _YARN = {
 }
 
 SMALL: dict[str, Family] = {
-    "LlamaForCausalLM": _of("llama"),
+    # vLLM's kernels of four bits on CPUs have slices of 32.
+    "LlamaForCausalLM": _of("llama", intermediate_size=128),
     "Qwen2ForCausalLM": _of("qwen2"),
     "Qwen3ForCausalLM": _of("qwen3"),
     "MistralForCausalLM": _of("mistral"),
@@ -145,8 +146,8 @@ class Answers:
 def answer(pipe: Connection) -> None:
     """Answers the prompts by one model after the other: the main function of vLLM's process.
 
-    It is told a model's folder, the address of its ranks and vLLM's operators, and then each time
-    whether ranks must be there; None: no more.
+    It is told a model's folder, the address of its ranks, the dtype and vLLM's operators, and then
+    each time whether ranks must be there; None: no more.
     """
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -164,7 +165,9 @@ def answer(pipe: Connection) -> None:
         cleanup_dist_env_and_memory()
 
 
-def _answer(pipe: Connection, folder: Path, address: str, operators: Sequence[str]) -> None:
+def _answer(
+    pipe: Connection, folder: Path, address: str, dtype: torch.dtype, operators: Sequence[str]
+) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -172,7 +175,7 @@ def _answer(pipe: Connection, folder: Path, address: str, operators: Sequence[st
     settings = {"distca_address": address, "distca_min_tokens": LEAST}
     model = LLM(
         str(folder),
-        dtype="float32",
+        dtype=str(dtype).removeprefix("torch."),
         enforce_eager=True,
         max_num_batched_tokens=256,
         skip_tokenizer_init=True,
@@ -285,8 +288,9 @@ def compare(
         folder, address = save(name, Path(temporary)), free_address()
         if quantized:
             quantize(folder, quantized)
-        read = partial(read_vllm_model, str(folder), torch.float32)
-        for told in ((folder, address, SMALL[name].operators), False):
+        dtype = KINDS[quantized].dtype if quantized else torch.float32
+        read = partial(read_vllm_model, str(folder), dtype)
+        for told in ((folder, address, dtype, SMALL[name].operators), False):
             pipe.send(told)
         alone: Answers = pipe.recv()
         assert len({tuple(each) for each in alone.tokens}) == len(LENGTHS), "all the same"

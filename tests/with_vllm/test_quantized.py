@@ -10,8 +10,13 @@ from support.quantized_models import KINDS
 from support.ranks import Ranks
 from support.vllm_families import LAYOUTS, answering, compare
 
+SHORT = ("compressed-tensors int-quantized", "awq")
+"""Kinds of eight and of four bits."""
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_vllm_s_own(ranks: Ranks, kind: str, full: bool) -> None:
+    if not full and kind not in SHORT:
+        pytest.skip("runs with --full")
     with answering() as vllm:
         compare("LlamaForCausalLM", ranks, vllm, LAYOUTS if full else [(1, 2)], kind)

@@ -58,13 +58,13 @@ PLAIN_LATENTS: dict[str, Any] = {
         ({"has_inner_state": True}, "has Mamba or linear attention layers"),
         ({"is_multimodal_model": True}, "has encoders of images or sounds"),
         ({"uses_mrope": True}, "has rotary embeddings of several dimensions"),
-        ({"quantization": "awq"}, r"has quantized weights \(awq\), which were not proved"),
+        ({"quantization": "fp8"}, r"has quantized weights \(fp8\), which were not proved"),
         (
             {
                 "quantization": "compressed-tensors",
-                "hf_config": SimpleNamespace(quantization_config={"format": "pack-quantized"}),
+                "hf_config": SimpleNamespace(quantization_config={"format": "float-quantized"}),
             },
-            r"has quantized weights \(compressed-tensors pack-quantized\), which were not proved",
+            r"has quantized weights \(compressed-tensors float-quantized\), which were not proved",
         ),
         (
             {
@@ -90,6 +90,11 @@ def test_latents_are_computed_on_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("distca.vllm.families.current_platform", gpu)
     with pytest.raises(ValueError, match=r"^a model has multi-latent attention, .* for GPUs"):
         check_model(of_latents)
+
+
+@pytest.mark.parametrize("method", ["none", "gptq", "auto_gptq", "awq", "auto_awq"])
+def test_vllm_may_choose_the_kernel_of_quantized_weights(method: str) -> None:
+    check_model(SimpleNamespace(**PLAIN | {"quantization": method if method != "none" else None}))
 
 
 def layers(folder: Path) -> tuple[Any, dict[int, Any]]:
