@@ -20,6 +20,11 @@ import openai
 
 ROOT = Path(__file__).parents[2]
 MIN_TOKENS = 64
+LONGEST = 8192
+"""Tokens of the longest prompt."""
+
+POSITIONS = LONGEST + 256
+"""With room for the answer, and for what surrounds a chat."""
 
 
 def connector(address: str, **extra: Any) -> str:
@@ -100,6 +105,14 @@ class Server:
             if match is not None and not match[1].endswith(("_bucket", "_created"))
         }
 
+    def used(self) -> float:
+        """Part of vLLM's blocks that requests hold."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as page:
+            lines = page.read().decode().splitlines()
+        name = "vllm:kv_cache_usage_perc{"
+        (found,) = (float(line.split()[-1]) for line in lines if line.startswith(name))
+        return found
+
     def answers(self, bodies: Sequence[dict[str, Any]], at_once: int = 64) -> list[Any]:
         """Answers to requests, many at once; None for those that were given up."""
         return asyncio.run(self._answers(bodies, at_once))
@@ -148,7 +161,14 @@ def vllm_serve(folder: Path, address: str, port: int, log: Path, *flags: str) ->
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--served-model-name", "model", "--dtype", "float32", "--enforce-eager"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--max-model-len", "8192", "--max-num-batched-tokens", "2048", "--port", str(port)),
+        *(
+            "--max-model-len",
+            str(POSITIONS),
+            "--max-num-batched-tokens",
+            "2048",
+            "--port",
+            str(port),
+        ),
         *("--kv-transfer-config", connector(address, distca_connect_seconds=1), *flags),
     ]
     with started(command, log) as process:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,7 +28,15 @@ from support.byte_tokenizer import chat_tokenizer
 from support.ports import free_port
 from support.prefills import Reader, free_address, prompt
 from support.small_models import save_small_model
-from support.vllm_server import MIN_TOKENS, Server, prefill, vllm_serve
+from support.vllm_server import (
+    LONGEST,
+    MIN_TOKENS,
+    POSITIONS,
+    Server,
+    environment,
+    prefill,
+    vllm_serve,
+)
 
 STRATEGIES = {
     "pass-kv": ("--prefill-strategy", "pass-kv", "--transfer", "tcp"),
@@ -36,6 +46,7 @@ STRATEGIES = {
     "runahead": ("--prefill-strategy", "runahead", "--partition", "0.6,0.4"),
     "csps": ("--prefill-strategy", "csps", "--ranks-per-node", "1"),
     "sp-ntp": ("--prefill-strategy", "sp-ntp"),
+    "cdsp": ("--rank-groups", "cdsp", "--prefill-times", "times.json"),
 }
 TOOL = {
     "type": "function",
@@ -58,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "llama",
         tmp_path_factory.mktemp("model"),
         # vLLM's kernels have heads of 32 and more. What has a grammar needs a token to end with.
-        **{"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 8192},
+        **{"hidden_size": 128, "head_dim": 32, "max_position_embeddings": POSITIONS},
         end=2,
     )
     chat_tokenizer().save_pretrained(folder)
@@ -73,7 +84,7 @@ def requests(count: int, seed: int) -> list[dict[str, Any]]:
     a form."""
     chance, found = random.Random(seed), []
     for number in range(count):
-        length = int(2 ** chance.uniform(0, 12.9))
+        length = {1: LONGEST, 2: 1}.get(number, int(2 ** chance.uniform(0, math.log2(LONGEST))))
         tokens = prompt(number % 5 if number % 2 else 100 + number, length)
         body: dict[str, Any] = {"model": "model", "max_tokens": 8, "temperature": 0, "seed": 0}
         if number % 7 == 3:
@@ -92,6 +103,14 @@ def requests(count: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
+def measure_groups(folder: Path) -> None:
+    """Writes the times by which groups of ranks grow."""
+    command = [*(sys.executable, "-m", "distca", "tune", "groups", str(folder))]
+    command += [*("--context-parallel-size", "2", "--lengths", "256", "1024", "4096")]
+    command += [*("--rounds", "1", "--output", str(folder / "times.json"))]
+    subprocess.run(command, env=environment(), check=True, timeout=300)
+
+
 def tokens_received(server: Server) -> int:
     """Tokens whose keys and values the ranks have handed over since they started."""
     reader = Reader(server.folder, server.address, engine="test")
@@ -101,6 +120,28 @@ def tokens_received(server: Server) -> int:
         reader.poll(0.2)
     reader.client.close()
     return reader.client.state.tokens
+
+
+def assert_no_blocks_used(server: Server) -> None:
+    """Nothing holds blocks of vLLM, which counts them after each step."""
+    due = time.monotonic() + 30
+    while (used := server.used()) and time.monotonic() < due:
+        time.sleep(0.5)
+    assert used == 0
+
+
+def blocks_held(server: Server) -> int:
+    """Blocks of all ranks that prompts hold; it may take some seconds until those of dead engines
+    and of clients that have gone are free."""
+    reader = Reader(server.folder, server.address, engine="test")
+    assert reader.client.connect(60.0)
+    due = time.monotonic() + 60
+    seen = first = reader.client.state
+    while time.monotonic() < due and (seen is first or seen.blocks):
+        reader.poll(0.2)
+        seen = reader.client.state
+    reader.client.close()
+    return seen.blocks + seen.held + seen.running + seen.waiting
 
 
 def ready(server: Server) -> None:
@@ -123,8 +164,8 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
     expected = server.answers(bodies)
     assert all(answer is not None for answer in expected)
     assert len(set(expected)) > len(expected) // 3
-    longest = max(len(body.get("prompt", ())) for body in bodies)
-    assert longest > 2048
+    lengths = [len(body["prompt"]) for body in bodies if "prompt" in body]
+    assert (min(lengths), max(lengths)) == (1, LONGEST)
     called = [said for body, said in zip(bodies, expected, strict=True) if "tools" in body]
     assert called
     assert all(called)
@@ -134,6 +175,8 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
     assert before["declined_requests_total" + 'reason="unreachable"'] > len(bodies) // 3
     assert before["declined_requests_total" + 'reason="short"'] > len(bodies) // 5
     assert before["asked_requests_total"] == before["received_bytes_total"] == 0
+    if full:
+        measure_groups(server.folder)
     for name, flags in STRATEGIES.items() if full else list(STRATEGIES.items())[:3]:
         with prefill(server.folder, server.address, server.folder / f"{name}.log", *flags):
             ready(server)
@@ -160,7 +203,7 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
 
 def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None:
     """Every other kill hits ranks that are ready, which compute then; the others any moment."""
-    count = 400 if full else 60
+    count = 500 if full else 60
     bodies = requests(count, 1)
     server.reset()
     expected = server.answers(bodies)
@@ -204,13 +247,16 @@ def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None
         right = [answer for body, answer in zip(bodies, expected, strict=True) if body in again]
         assert server.answers(again) == right
         assert tokens_received(server) > 0
+        assert blocks_held(server) == 0
     assert rounds
     for answers in rounds:
         pairs = enumerate(zip(answers, expected, strict=True))
         assert not [n for n, (answer, right) in pairs if answer not in (None, right)]
         assert sum(answer is not None for answer in answers) >= count // 2
-    # No block is left: as many as before can be used at once.
+    # No block is left, and as many as before can be used at once.
+    assert_no_blocks_used(server)
     assert server.answers(bodies, 64) == expected
+    assert_no_blocks_used(server)
 
 
 def wait_for_ranks(log: Path) -> None:

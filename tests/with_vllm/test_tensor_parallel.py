@@ -13,7 +13,7 @@ from support.byte_tokenizer import chat_tokenizer
 from support.ports import free_port
 from support.prefills import Reader, free_address, prompt
 from support.small_models import save_small_model
-from support.vllm_server import MIN_TOKENS, prefill, vllm_serve
+from support.vllm_server import MIN_TOKENS, POSITIONS, prefill, vllm_serve
 
 LAYOUTS = {
     "2 processes": ("--context-parallel-size", "1", "--tensor-parallel-size", "2"),
@@ -24,7 +24,7 @@ LAYOUTS = {
 
 @pytest.mark.full
 def test_two_processes_of_vllm_answer_as_without_ranks(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 8192}
+    sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": POSITIONS}
     folder, address = save_small_model("llama", tmp_path, **sizes), free_address()
     chat_tokenizer().save_pretrained(folder)
     port = free_port()
