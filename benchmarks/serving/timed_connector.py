@@ -36,6 +36,12 @@ class TimedConnector(DistCAConnector):
         self._inside = False
         super().__init__(vllm_config, role, kv_cache_config)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See `DistCAConnector`, which knows all settings but one."""
+        known = {name: value for name, value in extra_config.items() if name != FOLDER}
+        return super().requires_piecewise_for_cudagraph(known)
+
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         if name.startswith("_") or not callable(found):

@@ -138,6 +138,19 @@ class DistCAConnector(KVConnectorBase_V1):
 
     # Of both.
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Says that nothing happens inside of layers.
+
+        With CUDA graphs vLLM asks for it before it starts processes and loads the model. So wrong
+        settings are refused by then.
+
+        Raises:
+            ValueError: a setting cannot be used.
+        """
+        Settings.of(extra_config)
+        return False
+
     def get_kv_connector_stats(self) -> PrefillStats | None:
         """Returns what was counted since the last call."""
         half = self._asks or self._loads

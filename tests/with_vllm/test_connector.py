@@ -359,8 +359,13 @@ OF_VLLM = {
 
 
 def test_settings_that_are_right_are_taken() -> None:
+    from distca.vllm import DistCAConnector
     from distca.vllm.settings import Settings
 
+    asks = DistCAConnector.requires_piecewise_for_cudagraph
+    assert asks({"distca_address": "tcp://127.0.0.1:1"}) is False
+    with pytest.raises(ValueError, match="distca_min_tokens 0: give a number"):
+        asks({"distca_address": "tcp://127.0.0.1:1", "distca_min_tokens": 0})
     extra = {"distca_address": "tcp://127.0.0.1:1", "distca_min_tokens": 7}
     assert Settings.of(extra) == Settings("tcp://127.0.0.1:1", 7, 10.0)
 
