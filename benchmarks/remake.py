@@ -32,7 +32,7 @@ NEEDS = {
     "vllm": r"serving/(short_prompts|vllm_prefill)\.py",
     "published": r"--published",
     "quiet": r"training/|kernels/host_cost|links/|plans/schedulers|validate_simulator|serving/"
-    r"(layouts|decode_step|prefill_ranks|short_prompts|vllm_prefill|sparse_prefill|chain_prefill"
+    r"(layouts|decode_step|prefill_ranks|prefill_trace|short_prompts|vllm_prefill|sparse_prefill|chain_prefill"
     r"|ring_prefill|cache_balancing)\.py",
     "history": r"kernels/launches",
 }

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,9 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.serving.ring_prefill import save_model
 from distca.inference.llm import configure
-from distca.inference.models import read_model
+from distca.inference.models import ServedModel, read_model
 from distca.machine import cpu_name
-from distca.prefill.client import PrefillClient
+from distca.prefill.client import OnRows, PrefillClient
 from distca.prefill.facts import model_facts
 from distca.prefill.front import Front
 from distca.prefill.messages import Hello, Welcome
@@ -84,8 +84,19 @@ class TimedRank(PrefillRank):
         self.handing_over += time.thread_time() - begin
 
 
-def prefill(rank: int, job: Job, store: str, results: Any) -> None:
-    """Computes all prompts on a rank: the main function of its process."""
+Rank = TypeVar("Rank", bound=PrefillRank)
+
+
+def join(kind: type[Rank], rank: int, job: Job, store: str, results: Any) -> Rank:
+    """Makes a rank in its process; the first one tells its address. Collective.
+
+    Args:
+        kind: its class.
+        rank: its number.
+        job: what the ranks compute.
+        store: file by which they find each other.
+        results: queue for the address.
+    """
     torch.set_num_threads(1)
     file = dist.FileStore(store, job.ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=file, rank=rank, world_size=job.ranks)
@@ -102,16 +113,32 @@ def prefill(rank: int, job: Job, store: str, results: Any) -> None:
         prefix_caching=False,
         step_timeout=LEASE,
     )
-    one = TimedRank(config, model, job.chunk, LEASE)
+    one = kind(config, model, job.chunk, LEASE)
     if rank == 0:
-        facts = model_facts(
-            model.config, job.model, "float32", model.frequencies, model.quantization
-        )
         layers = len(model.windows)
         welcome = Welcome("", job.ranks, job.chunk, layers, one.capacity, LEASE)
-        front = Front("tcp://127.0.0.1:*", facts, welcome, one.slices)
+        front = Front("tcp://127.0.0.1:*", _facts(model), welcome, one.slices)
         one.listen(front)
         results.put(front.address)
+    return one
+
+
+def connect(job: Job, address: str, on_rows: OnRows) -> PrefillClient:
+    """Makes an engine that the ranks know."""
+    model = read_model(job.model, torch.float32)
+    hello = Hello(_facts(model), "engine", heads=model.kv_heads)
+    client = PrefillClient(address, hello, model.shape.head_dim, torch.float32, on_rows)
+    assert client.connect(120)
+    return client
+
+
+def _facts(model: ServedModel) -> dict[str, str]:
+    return model_facts(model.config, model.path, "float32", model.frequencies, model.quantization)
+
+
+def prefill(rank: int, job: Job, store: str, results: Any) -> None:
+    """Computes all prompts on a rank: the main function of its process."""
+    one = join(TimedRank, rank, job, store, results)
     seconds, ended, handing = [], [], []
     for number in range(job.rounds + 1):
         cpu, handed = 0.0, one.handing_over
@@ -147,18 +174,13 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     ]
     for process in processes:
         process.start()
-    model = read_model(job.model, torch.float32)
-    facts = model_facts(model.config, job.model, "float32", model.frequencies, model.quantization)
-    hello = Hello(facts, "engine", heads=model.kv_heads)
     taken = 0
 
     def take(transfer: Transfer, layer: int, at: Any, *rows: torch.Tensor) -> None:
         nonlocal taken
         taken += sum(each.nbytes for each in rows)
 
-    dim = model.shape.head_dim
-    client = PrefillClient(results.get(timeout=120), hello, dim, torch.float32, take)
-    assert client.connect(120)
+    client = connect(job, results.get(timeout=120), take)
     asked, there = [], []
     for number in range(job.rounds + 1):
         tokens = np.random.default_rng(number).integers(0, 1000, job.tokens).tolist()

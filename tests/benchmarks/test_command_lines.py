@@ -29,6 +29,8 @@ MISTAKES = [
     ("kernels.device_copy", "--rounds 0", "--rounds 0: give at least 1"),
     ("kernels.fused_rows", "--tokens 0", "--tokens 0: give at least 1"),
     ("serving.cdsp_capacity", "--output OUT --seeds -1", "--seeds -1: give at least 0"),
+    ("serving.prefill_trace", "--output OUT --busy 0 1", "--busy 0.0: give more than 0"),
+    ("serving.prefill_trace", "--output OUT --trace 6", "--trace 6: --busy has 5 shares"),
     ("training.more_ranks", "--output OUT --tolerances -1", "--tolerances -1.0: give at least 0"),
     ("training.rollouts", "--output OUT --mixes x", "argument --mixes: invalid choice: 'x'"),
     ("training.throughput", "--schedulers tiles --rounds 0", "--rounds 0: give at least 1"),

@@ -405,3 +405,23 @@ def test_loads_that_groups_of_ranks_bear_in_the_engine() -> None:
     ratios = [float(row[4].split()[0]) / float(row[1].split()[0]) for row in rows]
     said = "CDSP bears {:.2f}, {:.2f} and {:.2f} times the load of fixed SP 8".format(*ratios)
     assert said in INDEX.read_text()
+
+
+def test_exposed_transfers_of_prefills() -> None:
+    page = RESULTS / "serving" / "prefill_trace.md"
+    limited = table(page, "MB/s of each rank's link")[1:]
+    hidden = [row for row in limited if float(row[1]) < 1]
+    busy = [float(row[1]) for row in hidden]
+    exposed = [float(row[-1].rstrip("%")) for row in hidden]
+    full = next(row for row in limited if float(row[1]) >= 1)
+    (simulated,) = (row for row in table(page, "GB/s of each rank's link") if row[0] == "12.5")
+    assert (
+        f"links busy for {min(busy):.2f} to {max(busy):.2f} of the prefill: {min(exposed):.2f}% to "
+        f"{max(exposed):.2f}% of it; for {full[1]}: {float(full[-1].rstrip('%')):.0f}%. Simulated, "
+        f"Llama 8B on 4 H100s at 12.5 GB/s a rank: {simulated[3]} of 8K tokens, {simulated[6]} of "
+        "32K"
+    ) in INDEX.read_text()
+    shown = " ".join((ROOT / "docs" / "vllm.md").read_text().split())
+    told = f"at most {max(exposed):.1f}% of the prefill was exposed on links that were busy for up"
+    assert f"{told} to {max(busy):.2f} of it" in shown
+    assert max(exposed) <= 5
