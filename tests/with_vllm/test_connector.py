@@ -149,9 +149,10 @@ def ready(server: Server) -> None:
     reader = Reader(server.folder, server.address, engine="test")
     assert reader.client.connect(180.0)
     reader.begin(0, prompt(0, 10))
-    reader.until(lambda: Transfer(0) in reader.ended)
-    # Until they count it: on a busy machine what is said last before the end may be lost.
-    reader.until(lambda: reader.client.state.received > 0)
+    # On a busy machine their first prompt takes long.
+    reader.until(lambda: Transfer(0) in reader.ended, 240.0)
+    # Until they count it: what is said last before the end may be lost then.
+    reader.until(lambda: reader.client.state.received > 0, 240.0)
     reader.client.close()
     # It greets them a few times in a lease.
     time.sleep(3)

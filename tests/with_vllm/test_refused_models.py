@@ -195,3 +195,20 @@ def test_a_class_that_was_not_proved_is_named(tmp_path: Path) -> None:
     folder = save_model(transformers.AutoModelForCausalLM, config, tmp_path / "granite")
     with pytest.raises(ValueError, match="is a GraniteForCausalLM of vLLM, which was not proved"):
         read_vllm_model(str(folder), torch.float32)
+
+
+def test_vllm_s_own_context_parallelism_is_for_latents_on_gpus_alone(tmp_path: Path) -> None:
+    """As docs/vllm.md says of the version that is installed."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu.pcp_manager import PCPManager
+
+    folder = save_small_model("llama", tmp_path, hidden_size=128, head_dim=32)
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, prefill_context_parallel_size=2)
+    with pytest.raises(ValueError, match="does not support: prefill context parallel"):
+        args.create_engine_config()
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=2),
+        model_config=SimpleNamespace(use_mla=False),
+    )
+    with pytest.raises(NotImplementedError, match="supports MLA models only"):
+        PCPManager.validate_config(config, supports_mm_inputs=False)
