@@ -49,7 +49,8 @@ from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.cdsp.pieces import Piece
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_growth
 from distca.simulate.serving.growth import grow_blocks
@@ -127,7 +128,7 @@ class Rank:
             started = time.perf_counter()
             if rank in piece.ranks:
                 owners = np.array([block.rank for block in given.blocks], dtype=np.int64)
-                part = BatchEntry(0, piece.start, job.tokens, owners)
+                part = ScheduledTokens(0, piece.start, job.tokens, owners)
                 plan = plan_iteration([part], self._masks, BLOCK, job.ranks, "pass-kv")
                 self._model.drop(0)
                 mine = [block.number for block in given.blocks if block.rank == rank]

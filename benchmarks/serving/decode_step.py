@@ -39,10 +39,9 @@ from distca.inference.messages import AddRequest, Iteration, ModelOutput, Sample
 from distca.inference.sampling import SamplingParams
 from distca.machine import cpu_name
 from distca.plan import Mask
-from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving.batches import Batch
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.scheduled import SchedulerOutput
 
@@ -95,12 +94,13 @@ class Decoding:
         windows = tuple(mask.window_left for mask in MASKS)
         config = EngineConfig(
             ModelConfig("", "", windows, setting.tokens + 2000, 1),
-            SchedulerConfig(count, count * (setting.tokens + 1), setting.stripe, 0),
+            SchedulerConfig(
+                count, count * (setting.tokens + 1), setting.stripe, 0, prefix_caching=False
+            ),
             ParallelConfig(setting.ranks, strategy="pass-q"),
-            CacheConfig(size, None, prefix_caching=False),
+            CacheConfig(size, None),
         )
         self.engine = Engine(config, self.blocks)
-        self._owners: dict[int, Int64s] = {}
         device = torch.device("cpu")
         core = CoreAttention(
             Nowhere(rank, setting.ranks),
@@ -116,7 +116,7 @@ class Decoding:
         """Lays out prompts without computing them."""
         prompt = [7] * self.setting.tokens
         for number in range(self.setting.sequences):
-            self.engine.add(AddRequest(number, 0, prompt, SamplingParams(max_tokens=2000)))
+            self.engine.add(AddRequest(number, prompt, SamplingParams(max_tokens=2000)))
         begun = self._begin()
         self._take_in(begun.batch)
         self._end(begun)
@@ -127,7 +127,7 @@ class Decoding:
         return begun
 
     def _end(self, begun: Iteration) -> None:
-        chosen = [SampledToken(feed.sequence, 7, None) for feed in begun.batch.feeds]
+        chosen = [SampledToken(feed.sequence, 7) for feed in begun.batch.feeds]
         self.engine.finish({0: ModelOutput(chosen, 0)})
 
     def plan(self) -> SchedulerOutput:
@@ -136,24 +136,18 @@ class Decoding:
         self._end(begun)
         return begun.batch
 
-    def _take_in(self, batch: SchedulerOutput) -> list[BatchEntry]:
-        """Takes in what is fed, and the blocks that it adds to this rank; returns what is fed."""
-        entries = []
+    def _take_in(self, batch: SchedulerOutput) -> None:
+        """Takes in the blocks that a step adds to this rank."""
         for feed in batch.feeds:
-            owners = self._owners.get(feed.sequence, np.zeros(0, dtype=np.int64))
             if feed.new_blocks:
-                ranks = [block.rank for block in feed.new_blocks]
-                owners = self._owners[feed.sequence] = np.append(owners, ranks)
                 mine = [block.number for block in feed.new_blocks if block.rank == self.rank]
                 self.steps.add_blocks(feed.sequence, mine)
-            entries.append(BatchEntry(feed.sequence, feed.start, feed.count, owners))
-        return entries
 
     def build(self, batch: SchedulerOutput) -> ForwardContext:
         """Does a rank's part of a step but for its layers."""
         setting = self.setting
-        entries = self._take_in(batch)
-        plan = plan_iteration(entries, MASKS, setting.block_size, setting.ranks, "pass-q")
+        self._take_in(batch)
+        plan = plan_iteration(batch.feeds, MASKS, setting.block_size, setting.ranks, "pass-q")
         assert plan.decode is not None, "a step that decodes"
         run = self.steps.begin(Batch((plan.decode,)))
         tokens = {feed.sequence: [7] for feed in batch.feeds}

@@ -15,9 +15,10 @@ from distca.schedule.serving import shard_evenly
 from distca.schedule.serving.batches import Batch
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.levels import Levels
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.partitions import Chain
+from distca.schedule.serving.scheduled import ScheduledTokens
 
 
 class PlannedSteps:
@@ -69,7 +70,9 @@ class PlannedSteps:
                     self._runner.add_blocks(sequence, [self._taken[rank]])
                 self._taken[rank] += 1
             self._lengths[sequence] = start + count
-            entries.append(BatchEntry(sequence, start, count, np.array(owners, dtype=np.int64)))
+            entries.append(
+                ScheduledTokens(sequence, start, count, np.array(owners, dtype=np.int64))
+            )
         plan = plan_iteration(entries, self._masks, self._size, self._ranks, strategy)
         prefills = () if plan.prefill is None else (plan.prefill,)
         decodes = () if plan.decode is None else (plan.decode,)

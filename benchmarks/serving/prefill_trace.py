@@ -284,7 +284,7 @@ def simulate(ranks: PrefillRanks, tokens: int) -> Prefilled:
     row, now, free, busy = ranks.costs.shape.kv_row_bytes, 0.0, 0.0, 0.0
     while (begun := engine.begin()) is not None:
         now += ranks.host_seconds
-        fed = sum(entry.count for entry in begun.entries)
+        fed = sum(entry.count for entry in begun.batch.feeds)
         sending = -(-fed // ranks.number) * row / ranks.bytes_per_second
         for _ in range(layers):
             now += begun.seconds / layers

@@ -33,7 +33,7 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
-from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache
+from distca.schedule.serving.blocks import BlockPool, PrefixCache, SequenceBlocks
 from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.partitions import (
     Chain,
@@ -363,7 +363,7 @@ class Filled:
     """A sequence with full blocks alone."""
 
     number: int
-    blocks: list[Block]
+    blocks: SequenceBlocks
     settled: int = 0
 
     @property
@@ -379,13 +379,13 @@ def even_out(chain: Chain, tokens: int, sequences: int) -> tuple[Placement, list
         Who holds which tokens then, and the blocks that moved.
     """
     count, ranks = tokens // STRIPE, chain.ranks
-    cache = PrefixCache(BlockPool(ranks, sequences * count, STRIPE), False)
+    cache = PrefixCache(BlockPool(ranks, sequences * count, STRIPE))
     filled = [
-        Filled(n, [cache.take(rank) for rank in chain.owners(count, 0, tokens)])
+        Filled(n, SequenceBlocks(map(cache.take, chain.owners(count, 0, tokens))))
         for n in range(sequences)
     ]
     moves = Mover(cache, 0, STRIPE).even_out(filled)
-    owners = np.array([[block.rank for block in each.blocks] for each in filled]).ravel()
+    owners = np.concatenate([each.blocks.ranks for each in filled])
     starts = np.tile(np.arange(count) * STRIPE, sequences)
     numbers = np.repeat(np.arange(sequences), count)
     return Placement(numbers, starts, starts + STRIPE, owners, ranks), moves

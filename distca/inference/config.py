@@ -75,13 +75,11 @@ class CacheConfig:
         block_size: tokens of a block.
         nbytes: bytes of each rank's blocks; None: what a GPU has left.
         gpu_utilization: part of a GPU's memory that weights and blocks may fill.
-        prefix_caching: whether full blocks are kept for other sequences.
     """
 
     block_size: int = 16
     nbytes: int | None = 1 << 30
     gpu_utilization: float = 0.9
-    prefix_caching: bool = True
 
 
 @dataclass(frozen=True)

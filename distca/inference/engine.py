@@ -7,12 +7,15 @@ engine. Engines that get the same requests decide the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from distca.inference.config import EngineConfig
 from distca.inference.messages import (
     AddRequest,
+    Admitted,
     Iteration,
     ModelOutput,
     Output,
@@ -20,10 +23,8 @@ from distca.inference.messages import (
 )
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
-from distca.schedule.serving.cdsp.groups import Ranks
-from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import Request
-from distca.schedule.serving.scheduled import BlockRanks, SchedulerOutput
+from distca.schedule.serving.scheduled import SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
 
 
@@ -58,14 +59,13 @@ class Engine:
     def __init__(self, config: EngineConfig, blocks: int) -> None:
         self._config = config
         pool = BlockPool(config.parallel.world_size, blocks, config.cache.block_size)
-        self.cache = PrefixCache(pool, config.cache.prefix_caching)
+        self.cache = PrefixCache(pool)
         salts = config.model.salt, config.sparse_salt
         self.scheduler = Scheduler(self.cache, config.scheduler, *salts)
         self.counts = EngineCounts()
-        self._requests: dict[int, tuple[AddRequest, Request]] = {}
+        self._requests: dict[int, Admitted] = {}
         self._scores: dict[int, dict[int, TokenLogprobs]] = {}
         self._drop: list[int] = []
-        self._ranks = BlockRanks()
         self._batch: SchedulerOutput | None = None
 
     @property
@@ -73,37 +73,30 @@ class Engine:
         """Whether an iteration is under way."""
         return self._batch is not None
 
-    def add(
-        self, request: AddRequest, chain: Chain | None = None, group: Ranks | None = None
-    ) -> None:
+    def add(self, asked: AddRequest) -> None:
         """Adds a request.
-
-        Args:
-            request: request with a number that no other has. One of no `max_tokens` is computed and
-                held for others that read its keys and values, until `abort`.
-            chain: chain that shares out the prompt; None: as the configuration says.
-            group: ranks that compute all of the prompt, where groups grow; None: they are planned.
 
         Raises:
             ValueError: its keys and values could never be held.
         """
-        assert request.number not in self._requests, "a request has a number that no other has"
-        sampling = request.sampling
-        state = self.scheduler.add(
-            request.number,
-            request.tokens,
+        assert asked.number not in self._requests, "a request has a number that no other has"
+        sampling = asked.sampling
+        request = Request(
+            asked.number,
+            asked.tokens,
             sampling.max_tokens,
             self._config.model.stops if sampling.stops is None else sampling.stops,
-            request.penalties.fewest,
-            request.leader,
-            request.scored,
-            chain,
-            request.priority,
-            request.salt,
-            request.arrived,
-            group,
+            asked.penalties.fewest,
+            asked.leader,
+            asked.scored,
+            asked.chain,
+            asked.group,
+            asked.priority,
+            asked.salt,
+            asked.arrived,
         )
-        self._requests[request.number] = request, state
+        self.scheduler.add(request)
+        self._requests[asked.number] = Admitted(asked, request)
 
     def abort(self, number: int) -> bool:
         """Ends a request in whatever state it is; returns whether there was one."""
@@ -119,7 +112,6 @@ class Engine:
         if batch is None:
             return None
         self._batch = batch
-        self._ranks.take(batch)
         self._drop += batch.preempted
         admitted = [self._requests[feed.sequence] for feed in batch.feeds if feed.admitted]
         drop, self._drop = self._drop, []
@@ -141,13 +133,14 @@ class Engine:
         batch = self._batch
         assert batch is not None, "no iteration is under way"
         said = [each for worker in done.values() for each in worker.chosen]
-        failed = self._end_failed([each for each in said if each.failed is not None])
+        # The scheduler gives their blocks back, and keeps none of them for others.
+        failed = [each for each in said if each.failed is not None and self.abort(each.number)]
         chosen = {each.number: each for each in said}
         tokens = {number: each.token for number, each in chosen.items()}
-        for each in (scores for worker in done.values() for scores in worker.scores):
+        for number, scores in (each for worker in done.values() for each in worker.scores.items()):
             # Those of a request that was aborted meanwhile are forgotten.
-            if each.number in self._requests:
-                self._scores.setdefault(each.number, {}).update(each.tokens)
+            if number in self._requests:
+                self._scores.setdefault(number, {}).update(scores)
         outputs = []
         for update in self.scheduler.advance(batch, tokens):
             number = update.sequence
@@ -170,20 +163,15 @@ class Engine:
     def _members(self, batch: SchedulerOutput) -> Collection[int]:
         """Processes that have a part in an iteration: those that hold keys of what is fed."""
         config = self._config
-        if batch.moves or not config.members_only:
+        if batch.moves or not config.members_only or config.parallel.world_size == 1:
             return range(config.processes)
-        ranks = set[int]().union(*(self._ranks.holders(feed.sequence) for feed in batch.feeds))
+        blocks = np.bincount(np.concatenate([feed.ranks for feed in batch.feeds]))
+        ranks = np.flatnonzero(blocks).tolist()
         size = config.parallel.tensor_parallel_size
         return {rank * size + number for rank in ranks for number in range(size)}
-
-    def _end_failed(self, failed: Sequence[SampledToken]) -> list[SampledToken]:
-        """Ends requests for which no token can be chosen; returns those that there still were."""
-        # The scheduler gives the blocks back, and keeps none of them for others.
-        return [each for each in failed if self.abort(each.number)]
 
     def _forget(self, number: int) -> None:
         """Forgets a request that has ended; workers do with the next iteration."""
         self._requests.pop(number, None)
         self._scores.pop(number, None)
-        if self._ranks.forget(number):
-            self._drop.append(number)
+        self._drop.append(number)

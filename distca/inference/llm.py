@@ -141,6 +141,7 @@ def configure(
         chain=chain,
         evens_out=evens_out,
         growing=growing,
+        prefix_caching=prefix_caching,
     )
     groups = head_groups(model.shape.heads, model.shape.kv_heads, ranks)
     dtype = str(model.dtype).removeprefix("torch.")
@@ -158,7 +159,7 @@ def configure(
         ParallelConfig(
             ranks, model.tensor_parallel_size, strategy, groups, split, transport, step_timeout
         ),
-        CacheConfig(block_size, cache_bytes, gpu_utilization, prefix_caching),
+        CacheConfig(block_size, cache_bytes, gpu_utilization),
         enforce_eager,
         keeps_logits,
         counts_bytes=True,
@@ -270,7 +271,6 @@ class LLM:
                 one, leader = n * number + choice, n * number if choice else None
                 requests.append(
                     AddRequest(
-                        one,
                         one,
                         prompt,
                         sampling,
@@ -446,8 +446,8 @@ class LLM:
         self._engine.cache.reset()
         self._processes.wait_for_all()
         cpu, wall = time.process_time(), time.perf_counter()
-        request = AddRequest(0, 0, [n % 2 for n in range(tokens)], SamplingParams(1))
-        self._engine.add(request, chain, group)
+        prompt = [n % 2 for n in range(tokens)]
+        self._engine.add(AddRequest(0, prompt, SamplingParams(1), chain=chain, group=group))
         outputs: list[Output] = []
         while not outputs:
             outputs, _ = self._iterate({0: Completion()})

@@ -3,28 +3,26 @@ iteration is what is sent, to the other processes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-
-import msgspec
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
+from distca.schedule.serving.cdsp.groups import Ranks
+from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import FinishReason, Request
 from distca.schedule.serving.scheduled import SchedulerOutput
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
-    """A message; its first entry is its kind."""
-
-
-class AddRequest(Message, frozen=True):
+@dataclass(frozen=True)
+class AddRequest:
     """A sequence to answer, as it is asked for. `Request` is how far it is.
 
     Attributes:
-        number: a number that no other sequence has.
-        choice: which of a request's answers it is.
+        number: a number that no other sequence has, by which its tokens are drawn, too.
         tokens: prompt.
-        sampling: choice of tokens.
+        sampling: choice of tokens. One of no `max_tokens` is computed and held for others that read
+            its keys and values, until `Engine.abort`.
         penalties: changes of logits.
         logprobs: how many of the likeliest tokens are told with each token; None: none at all.
         leader: number of the sequence that computes the prompt for this one, too, and that is told
@@ -33,10 +31,12 @@ class AddRequest(Message, frozen=True):
         priority: sequences of a lower number run before those of a higher one.
         salt: what else keys and values depend on: only sequences of the same salt share blocks.
         arrived: time of the arrival in seconds, which never goes back.
+        chain: chain that shares out the prompt, however short it is; None: that of the
+            configuration.
+        group: ranks that compute all of the prompt, where groups grow; None: they are planned.
     """
 
     number: int
-    choice: int
     tokens: list[int]
     sampling: SamplingParams
     penalties: Penalties = NO_PENALTIES
@@ -46,9 +46,25 @@ class AddRequest(Message, frozen=True):
     priority: int = 0
     salt: bytes = b""
     arrived: float = 0.0
+    chain: Chain | None = None
+    group: Ranks | None = None
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the unchanged logits decide, and no log-probabilities are asked for."""
+        plain = self.logprobs is None and self.sampling.temperature == 0
+        # Most requests have the default itself, which need not be compared.
+        return plain and (self.penalties is NO_PENALTIES or self.penalties == NO_PENALTIES)
 
 
-class Output(Message, frozen=True):
+class Admitted(NamedTuple):
+    """A sequence that runs or is held: what is asked for, and how far it is."""
+
+    asked: AddRequest
+    request: Request
+
+
+class Output(NamedTuple):
     """A token of an answer.
 
     Attributes:
@@ -63,7 +79,7 @@ class Output(Message, frozen=True):
     token: int
     finish: FinishReason | None
     logprobs: TokenLogprobs | None = None
-    scores: list[TokenLogprobs] = []
+    scores: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True)
@@ -73,19 +89,19 @@ class Iteration:
     Attributes:
         number: number of the iteration.
         batch: what is fed, which blocks that adds, and which blocks change their ranks before.
-        admitted: requests that begin to run, or begin again: what is asked for, and how far it is.
-        drop: requests that have ended, or gave up their blocks.
+        admitted: sequences that begin to run, or begin again.
+        drop: sequences that have ended, or gave up their blocks.
         members: processes that have a part in it.
     """
 
     number: int
     batch: SchedulerOutput
-    admitted: Sequence[tuple[AddRequest, Request]]
+    admitted: Sequence[Admitted]
     drop: Sequence[int]
     members: Collection[int]
 
 
-class SampledToken(Message, frozen=True):
+class SampledToken(NamedTuple):
     """A token that was chosen for a sequence.
 
     Attributes:
@@ -97,41 +113,23 @@ class SampledToken(Message, frozen=True):
 
     number: int
     token: int
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None = None
     failed: str | None = None
 
 
-class Scores(Message, frozen=True, tag=False):
-    """Log-probabilities of tokens of a prompt, by their positions."""
-
-    number: int
-    tokens: dict[int, TokenLogprobs]
-
-
-class ModelOutput(Message, frozen=True):
+@dataclass(frozen=True)
+class ModelOutput:
     """A worker has run an iteration.
 
     Attributes:
         chosen: tokens that it chose.
         bytes_sent: bytes that it sent to other ranks.
-        scores: log-probabilities of prompts, where they are asked for.
+        scores: log-probabilities of tokens of prompts by their positions, by sequence, where they
+            are asked for.
         planned_bytes: bytes that each sequence moved by the plans, where they are counted.
     """
 
-    chosen: list[SampledToken]
+    chosen: Sequence[SampledToken]
     bytes_sent: int
-    scores: list[Scores] = []
-    planned_bytes: dict[int, int] = {}
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def encode(message: Message) -> bytes:
-    """Returns a message as bytes."""
-    return _ENCODER.encode(message)
-
-
-def decoder(kind: object) -> msgspec.msgpack.Decoder:
-    """Makes what reads messages of some kinds; others raise `msgspec.ValidationError`."""
-    return msgspec.msgpack.Decoder(kind)
+    scores: Mapping[int, Mapping[int, TokenLogprobs]] = field(default_factory=dict)
+    planned_bytes: Mapping[int, int] = field(default_factory=dict)

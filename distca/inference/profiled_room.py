@@ -74,7 +74,7 @@ def _answer(worker: Worker, engine: Engine, lengths: list[int], processes: Proce
     for number, length in enumerate(lengths):
         # With salts of their own they share no blocks.
         salt = number.to_bytes(4)
-        engine.add(AddRequest(number, 0, [1] * length, SamplingParams(2), salt=salt))
+        engine.add(AddRequest(number, [1] * length, SamplingParams(2), salt=salt))
     while (begun := engine.schedule()) is not None:
         said = processes.gather(worker.execute(begun))
         engine.finish({rank: each for rank, each in enumerate(said) if each is not None})

@@ -228,7 +228,7 @@ def _serve(config: EngineConfig, records: bool, rank: int, store: str, pipe: Con
             name, value = pipe.recv()
             if name == "answer":
                 prompts, sampling = value
-                requests = [AddRequest(n, n, ids, sampling) for n, ids in prompts.items()]
+                requests = [AddRequest(n, ids, sampling) for n, ids in prompts.items()]
                 try:
                     answers = llm.answer(requests, tell)
                 except NotFiniteError as error:

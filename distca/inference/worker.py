@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +14,11 @@ from distca.cost.step_memory import STEP_SLOTS
 from distca.inference.attention_runner import LayerWatch
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import capture_for
-from distca.inference.messages import (
-    AddRequest,
-    Iteration,
-    ModelOutput,
-    SampledToken,
-    Scores,
-)
+from distca.inference.messages import AddRequest, Admitted, Iteration, ModelOutput, SampledToken
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import DTYPES, ServedModel, read_model
 from distca.inference.sampling import (
     NO_LOGITS,
-    NO_PENALTIES,
     NextLogits,
     TokenLogprobs,
     UnusableLogitsError,
@@ -39,27 +30,7 @@ from distca.inference.tensor_parallel import join_ranks
 from distca.inference.transports import make_transport
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import Buffers, CoreAttention, Trace
-from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
-from distca.schedule.serving.request import Request
-from distca.schedule.serving.scheduled import SchedulerOutput
-
-
-@dataclass
-class _Sequence:
-    """A sequence with the blocks that it had in the last iteration. The scheduler's `Request` has
-    those of the next one once it is scheduled.
-
-    Attributes:
-        asked: what is asked for.
-        request: how far it is.
-        ranks: owners of its blocks.
-        blocks: their numbers there.
-    """
-
-    asked: AddRequest
-    request: Request
-    ranks: Int64s
-    blocks: Int64s
+from distca.schedule.serving.iteration import BatchPlan, plan_iteration
 
 
 class _Scoring:
@@ -70,8 +41,8 @@ class _Scoring:
         failed: why some have none; None: all have.
     """
 
-    def __init__(self, sequence: _Sequence) -> None:
-        self._asked, self.found = sequence.asked, dict[int, TokenLogprobs]()
+    def __init__(self, asked: AddRequest) -> None:
+        self._asked, self.found = asked, dict[int, TokenLogprobs]()
         self.failed: str | None = None
 
     def __call__(self, positions: Int64s, logits: torch.Tensor) -> None:
@@ -145,7 +116,7 @@ class Worker:
             mover,
             settings.parallel.split,
         )
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Admitted] = {}
         self._next, self._ran = 0, False
         self.logits = NO_LOGITS
 
@@ -208,15 +179,17 @@ class Worker:
             The positions that lie on this rank, int64 `[rows]`, and their keys and values,
             `[rows, kv_heads, head_dim]`, copies of what the pool has.
         """
-        sequence, size = self._sequences[number], self._settings.cache.block_size
-        block = np.arange(start // size, -(-end // size))
-        block = block[sequence.ranks[block] == self._rank]
-        first, last = np.maximum(block * size, start), np.minimum((block + 1) * size, end)
+        blocks, size = self._sequences[number].request.blocks, self._settings.cache.block_size
+        begin, until = start // size, -(-end // size)
+        own = np.flatnonzero(blocks.ranks[begin:until] == self._rank)
+        numbers = np.array([each.number for each in blocks[begin:until]], dtype=np.int64)[own]
+        index = own + begin
+        first, last = np.maximum(index * size, start), np.minimum((index + 1) * size, end)
         positions = expand_ranges(first, last - first)
-        slots = sequence.blocks[positions // size] * size + positions % size
+        slots = np.repeat(numbers, last - first) * size + positions % size
         pool = self._model.attention.pool
-        index = torch.from_numpy(slots).to(pool.keys.device)
-        keys, values = (each.index_select(0, index) for each in pool.rows(layer))
+        at = torch.from_numpy(slots).to(pool.keys.device)
+        keys, values = (each.index_select(0, at) for each in pool.rows(layer))
         return positions, keys, values
 
     def execute(self, iteration: Iteration) -> ModelOutput | None:
@@ -226,8 +199,8 @@ class Worker:
         self._take_in(iteration)
         return None
 
-    def _take_in(self, iteration: Iteration) -> list[BatchEntry]:
-        """Takes in what an iteration changes."""
+    def _take_in(self, iteration: Iteration) -> None:
+        """Takes in what an iteration changes: sequences, and this rank's blocks."""
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
         self._ran, self.logits = False, NO_LOGITS
@@ -235,17 +208,22 @@ class Worker:
         for number in iteration.drop:
             self._sequences.pop(number, None)
             self._model.drop(number)
-        nothing = np.zeros(0, dtype=np.int64)
-        for asked, request in iteration.admitted:
-            self._sequences[asked.number] = _Sequence(asked, request, nothing, nothing)
-        return self._entries(iteration.batch)
+        self._sequences |= {each.asked.number: each for each in iteration.admitted}
+        for feed in iteration.batch.feeds:
+            if feed.new_blocks:
+                own = [block.number for block in feed.new_blocks if block.rank == self._rank]
+                self._model.add_blocks(feed.sequence, own)
+        moves = (m for m in iteration.batch.moves if self._rank in (m.source.rank, m.to.rank))
+        for number in {move.sequence for move in moves} & self._sequences.keys():
+            own = self._sequences[number].request.blocks.of_rank(self._rank)
+            self._model.set_blocks(number, own)
 
     def _run(self, iteration: Iteration) -> ModelOutput:
         sent = self._model.bytes_sent
-        entries = self._take_in(iteration)
-        settings = self._settings
+        self._take_in(iteration)
+        settings, feeds = self._settings, iteration.batch.feeds
         plan = plan_iteration(
-            entries,
+            feeds,
             settings.masks,
             settings.cache.block_size,
             settings.parallel.world_size,
@@ -253,35 +231,31 @@ class Worker:
             settings.parallel.head_groups,
         )
         scoring = {
-            entry.sequence: _Scoring(sequence)
-            for entry in entries
-            if (sequence := self._sequences[entry.sequence]).request.scored
+            feed.sequence: _Scoring(sequence.asked)
+            for feed in feeds
+            if (sequence := self._sequences[feed.sequence]).request.scored
         }
         if self._rank in plan.members or not self._settings.members_only:
             fed = {
-                entry.sequence: self._sequences[entry.sequence].request.tokens[
-                    entry.start : entry.start + entry.count
+                feed.sequence: self._sequences[feed.sequence].request.tokens[
+                    feed.start : feed.start + feed.count
                 ]
-                for entry in entries
+                for feed in feeds
             }
             with self._transport.checked(), self._trace.span(*_span(plan)):
                 self.logits = self._model.run_batch(plan, fed, scoring)
             self._ran = True
-        choices = []
-        for feed in iteration.batch.feeds:
-            if feed.samples and feed.sequence in self.logits:
-                sequence = self._sequences[feed.sequence]
-                choices.append(Choice(sequence.asked, sequence.request.tokens))
-        chosen = choose_tokens(choices, self.logits)
+        sampled = [feed.sequence for feed in feeds if feed.samples and feed.sequence in self.logits]
+        chosen = choose_tokens([self._sequences[number] for number in sampled], self.logits)
         chosen += [
-            SampledToken(number, -1, None, each.failed)
+            SampledToken(number, -1, failed=each.failed)
             for number, each in scoring.items()
             if each.failed is not None
         ]
         return ModelOutput(
             chosen,
             self._model.bytes_sent - sent,
-            [Scores(number, each.found) for number, each in scoring.items() if each.found],
+            {number: each.found for number, each in scoring.items() if each.found},
             self._bytes_by_sequence(plan),
         )
 
@@ -302,35 +276,6 @@ class Worker:
             return {}
         return self._model.bytes_by_sequence()
 
-    def _entries(self, batch: SchedulerOutput) -> list[BatchEntry]:
-        """Takes in which blocks are added and which move; returns what plans are made of."""
-        for feed in batch.feeds:
-            if feed.new_blocks:
-                sequence = self._sequences[feed.sequence]
-                ranks, blocks = np.array(feed.new_blocks, dtype=np.int64).T
-                sequence.ranks = np.append(sequence.ranks, ranks)
-                sequence.blocks = np.append(sequence.blocks, blocks)
-                self._model.add_blocks(feed.sequence, blocks[ranks == self._rank].tolist())
-        changed = set()
-        for move in batch.moves:
-            if (moved := self._sequences.get(move.sequence)) is not None:
-                moved.ranks[move.index], moved.blocks[move.index] = move.to
-                if self._rank in (move.source.rank, move.to.rank):
-                    changed.add(move.sequence)
-        for number in changed:
-            moved = self._sequences[number]
-            self._model.set_blocks(number, moved.blocks[moved.ranks == self._rank].tolist())
-        return [
-            BatchEntry(
-                feed.sequence,
-                feed.start,
-                feed.count,
-                self._sequences[feed.sequence].ranks,
-                feed.dense,
-            )
-            for feed in batch.feeds
-        ]
-
 
 def _span(plan: BatchPlan) -> tuple[str, str]:
     """Name and lane of an iteration on the timeline."""
@@ -342,32 +287,13 @@ def _span(plan: BatchPlan) -> tuple[str, str]:
     return ", ".join(parts), "ticks"
 
 
-class Choice(NamedTuple):
-    """A token to choose.
-
-    Attributes:
-        asked: what is asked for.
-        tokens: prompt, and the answer so far.
-    """
-
-    asked: AddRequest
-    tokens: Sequence[int]
-
-    @property
-    def is_likeliest(self) -> bool:
-        """Whether the unchanged logits decide, and no log-probabilities are asked for."""
-        asked = self.asked
-        plain = asked.logprobs is None and asked.sampling.temperature == 0
-        # Most requests have the default itself, which need not be compared.
-        return plain and (asked.penalties is NO_PENALTIES or asked.penalties == NO_PENALTIES)
-
-
-def choose_tokens(choices: Sequence[Choice], logits: NextLogits) -> list[SampledToken]:
+def choose_tokens(sequences: Sequence[Admitted], logits: NextLogits) -> list[SampledToken]:
     """Chooses the token that follows each sequence; says why none can be chosen, if so."""
-    likeliest = _likeliest({each.asked.number for each in choices if each.is_likeliest}, logits)
+    plain = {asked.number for asked, _ in sequences if asked.takes_likeliest}
+    likeliest = _likeliest(plain, logits)
     return [
-        likeliest.get(each.asked.number) or _choose(each, logits[each.asked.number])
-        for each in choices
+        likeliest.get(asked.number) or _choose(asked, request.tokens, logits[asked.number])
+        for asked, request in sequences
     ]
 
 
@@ -380,20 +306,20 @@ def _likeliest(numbers: Collection[int], logits: NextLogits) -> dict[int, Sample
     for number, high, token in zip(order, *take_likeliest(rows), strict=True):
         try:
             check_highest(high)
-            chosen[number] = SampledToken(number, token, None)
+            chosen[number] = SampledToken(number, token)
         except UnusableLogitsError as error:
-            chosen[number] = SampledToken(number, -1, None, str(error))
+            chosen[number] = SampledToken(number, -1, failed=str(error))
     return chosen
 
 
-def _choose(choice: Choice, logits: torch.Tensor) -> SampledToken:
-    asked, tokens = choice.asked, choice.tokens
+def _choose(asked: AddRequest, tokens: Sequence[int], logits: torch.Tensor) -> SampledToken:
+    """Chooses the token that follows `tokens`, a prompt and the answer so far."""
     prompt, answer = asked.tokens, tokens[len(asked.tokens) :]
     changed = asked.penalties.apply(logits, prompt, answer)
     try:
-        token = asked.sampling.choose(changed, asked.choice, len(tokens))
+        token = asked.sampling.choose(changed, asked.number, len(tokens))
         if asked.logprobs is None:
-            return SampledToken(asked.number, token, None)
+            return SampledToken(asked.number, token)
         return SampledToken(asked.number, token, TokenLogprobs.of(logits, token, asked.logprobs))
     except UnusableLogitsError as error:
-        return SampledToken(asked.number, -1, None, str(error))
+        return SampledToken(asked.number, -1, failed=str(error))

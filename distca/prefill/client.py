@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import zmq
 
-from distca.inference.messages import Message, decoder, encode
 from distca.plan.span import Int64s, expand_ranges
 from distca.prefill.address import own_host
 from distca.prefill.assembly import LayerRows
@@ -30,6 +29,7 @@ from distca.prefill.messages import (
     TRANSFERS,
     Event,
     Hello,
+    Message,
     Ping,
     Pong,
     Prefill,
@@ -39,6 +39,8 @@ from distca.prefill.messages import (
     TransferName,
     Unknown,
     Welcome,
+    decoder,
+    encode,
     event_of,
     message_of,
 )

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from distca.inference.messages import Message, decoder, encode
 from distca.prefill.facts import disagreement
 from distca.prefill.heads import HeadSlices
 from distca.prefill.messages import (
@@ -25,6 +24,7 @@ from distca.prefill.messages import (
     Join,
     Landing,
     Left,
+    Message,
     Ping,
     Pong,
     Prefill,
@@ -35,6 +35,8 @@ from distca.prefill.messages import (
     TransferName,
     Unknown,
     Welcome,
+    decoder,
+    encode,
 )
 from distca.schedule.serving.handoff import protocol
 from distca.schedule.serving.handoff.protocol import Transfer

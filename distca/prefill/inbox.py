@@ -12,8 +12,7 @@ import msgspec
 import torch
 import zmq
 
-from distca.inference.messages import decoder, encode
-from distca.prefill.messages import InSlot, Landing, Rows, SlotFree
+from distca.prefill.messages import InSlot, Landing, Rows, SlotFree, decoder, encode
 from distca.prefill.nixl import NixlAgent, NixlError, slot_rows
 
 logger = logging.getLogger(__name__)

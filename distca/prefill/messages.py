@@ -6,7 +6,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-from distca.inference.messages import Message
 from distca.schedule.serving.handoff import protocol
 from distca.schedule.serving.handoff.protocol import Transfer
 
@@ -21,6 +20,24 @@ TRANSFERS: tuple[TransferName, ...] = get_args(TransferName)
 
 TransferChoice = Literal["auto", "nixl", "tcp"]
 """What a side accepts: one of these, or either."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
+    """A message; its first entry is its kind."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Returns a message as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decoder(kind: object) -> msgspec.msgpack.Decoder:
+    """Makes what reads messages of some kinds; others raise `msgspec.ValidationError`."""
+    return msgspec.msgpack.Decoder(kind)
+
 
 # From an engine's process to the front.
 

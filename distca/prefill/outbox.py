@@ -18,8 +18,7 @@ import msgspec
 import torch
 import zmq
 
-from distca.inference.messages import decoder, encode
-from distca.prefill.messages import InSlot, Landing, Receiving, Rows, SlotFree
+from distca.prefill.messages import InSlot, Landing, Receiving, Rows, SlotFree, decoder, encode
 from distca.prefill.nixl import NixlAgent, NixlError, slot_rows
 from distca.schedule.serving.handoff.protocol import Transfer
 

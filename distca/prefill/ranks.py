@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distca.inference.config import EngineConfig
 from distca.inference.engine import Engine
-from distca.inference.messages import AddRequest, Iteration, decoder, encode
+from distca.inference.messages import AddRequest, Iteration
 from distca.inference.models import ServedModel
 from distca.inference.processes import Processes
 from distca.inference.profiled_room import agreed_room
@@ -36,6 +36,8 @@ from distca.prefill.messages import (
     Rows,
     TransferChoice,
     TransferName,
+    decoder,
+    encode,
     event_of,
 )
 from distca.prefill.nixl import NixlAgent, NixlError
@@ -277,7 +279,6 @@ class PrefillRank:
             self._engine.add(
                 AddRequest(
                     number,
-                    0,
                     prefill.tokens,
                     SamplingParams(max_tokens=0),
                     priority=prefill.priority,

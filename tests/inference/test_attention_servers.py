@@ -38,7 +38,7 @@ def test_answers_are_one_processs(
     settings = settings_of(path, world_size, 16, **changes)
     settings = replace(settings, scheduler=replace(settings.scheduler, servers=servers))
     submits = [
-        (number, 0, tokens(length, number), SamplingParams(max_tokens=10), Penalties())
+        (number, tokens(length, number), SamplingParams(max_tokens=10), Penalties())
         for number, length in enumerate([40, 6, 23, 57])
     ]
     answered = ranks.run(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from distca.inference import worker
-from distca.inference.messages import AddRequest
+from distca.inference.messages import AddRequest, Admitted
 from distca.inference.sampling import NextLogits, Penalties, SamplingParams
-from distca.inference.worker import Choice, choose_tokens
+from distca.inference.worker import choose_tokens
+from distca.schedule.serving.request import Request
 
 
 def choice_of(
@@ -16,9 +17,11 @@ def choice_of(
     sampling: SamplingParams = SamplingParams(),  # noqa: B008
     penalties: Penalties = Penalties(),  # noqa: B008
     logprobs: int | None = None,
-) -> tuple[Choice, list[float]]:
-    asked = AddRequest(number, 0, [1, 2], sampling, penalties, logprobs)
-    return Choice(asked, [1, 2, 0]), logits
+) -> tuple[Admitted, list[float]]:
+    asked = AddRequest(number, [1, 2], sampling, penalties, logprobs)
+    request = Request(number, asked.tokens, sampling.max_tokens)
+    request.tokens.append(0)
+    return Admitted(asked, request), logits
 
 
 CASES = [

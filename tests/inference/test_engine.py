@@ -56,7 +56,7 @@ def requests() -> list[tuple]:
             sampling = replace(sampling, temperature=0.8, seed=number, top_k=20, top_p=0.9)
         if number in (3, 5):
             penalties = Penalties(0.5, 0.5, 1.3, ((7, 3.0),), 2, frozenset({9}))
-        submits.append((number, number % 3, prompt, sampling, penalties))
+        submits.append((number, prompt, sampling, penalties))
     return submits
 
 
@@ -98,7 +98,7 @@ def test_answers_are_one_processs(
         assert told[submit[0]] == one_process(loaded, submit), submit[0]
     assert after == [(blocks, 0, 0)] * world_size
     assert (stats["preemptions"] > 0) == (blocks == 7)
-    assert (stats["found"] > 0) == settings.cache.prefix_caching
+    assert (stats["found"] > 0) == settings.scheduler.prefix_caching
     assert (stats["bytes_moved"] > 0) == (settings.processes > 1)
     assert stats["bytes_moved"] == results[0].planned
 
@@ -114,7 +114,7 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
     begin, sampling = tokens(44, 3), SamplingParams(max_tokens=6)
     # Of a long prompt's chunks of 12 tokens each has blocks of all ranks.
     prompts = [begin, begin[:11], tokens(5, 4), begin[:40], begin[:9]]
-    submits = [(n, 0, prompt, sampling, Penalties()) for n, prompt in enumerate(prompts)]
+    submits = [(n, prompt, sampling, Penalties()) for n, prompt in enumerate(prompts)]
     expected = [one_process(loaded, submit) for submit in submits]
     moved = []
     for drop in (0.0, 0.7):
@@ -132,7 +132,7 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
 
 def test_a_short_prompt_on_an_idle_server_moves_nothing(ranks: Ranks, models) -> None:
     settings = settings_of(models["llama"], 2, 64)
-    submits = [(0, 0, tokens(6, 1), SamplingParams(max_tokens=4), Penalties())]
+    submits = [(0, tokens(6, 1), SamplingParams(max_tokens=4), Penalties())]
     answered, _ = ranks.run(run_on_a_rank, settings, 20, submits, 0, 0, world_size=2)
     assert len(answered.tokens[0]) == 4
     assert answered.numbers["bytes_moved"] == 0
@@ -146,7 +146,6 @@ def test_a_storm_of_aborts_leaves_no_block(ranks: Ranks, models, full: bool) -> 
         submits = [
             (
                 number,
-                0,
                 tokens(chance.randint(1, 30), chance.randint(0, 5)),
                 SamplingParams(max_tokens=chance.randint(1, 6)),
                 Penalties(),
@@ -158,7 +157,7 @@ def test_a_storm_of_aborts_leaves_no_block(ranks: Ranks, models, full: bool) -> 
         answered = ranks.run(run_on_a_rank, *arguments, world_size=2, timeout=550)[0]
         told, after = answered.tokens, answered.ranks
         assert after == [(14, 0, 0)] * 2
-        ended = [s for s in submits if len(told.get(s[0], ())) == s[3].max_tokens]
+        ended = [s for s in submits if len(told.get(s[0], ())) == s[2].max_tokens]
         assert count // 2 <= len(ended) < count
         model = read_model(models["llama"], torch.float32)
         loaded = model.load(torch.device("cpu"), "eager")

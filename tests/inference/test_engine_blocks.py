@@ -96,7 +96,7 @@ def submits_of(seed: int, count: int, longest: int = 44, most_new: int = 8) -> l
         if number % 3:
             sampling = replace(sampling, temperature=0.9, seed=number, top_k=50, top_p=0.9)
         penalties = Penalties(0.5, 0.5, 1.2) if number % 5 == 0 else Penalties()
-        submits.append(AddRequest(number, number % 2, tokens, sampling, penalties))
+        submits.append(AddRequest(number, tokens, sampling, penalties))
     return submits
 
 
@@ -159,7 +159,7 @@ def storm(seed: int, count: int) -> Counter[tuple[str, bool]]:
         assert answer == right[: len(answer)]
         assert submit.number in aborted or answer == right
     assert run.referenced() == [0, 0], "blocks are used and not cached"
-    after = AddRequest(count, 0, submits[0].tokens, SamplingParams(max_tokens=5))
+    after = AddRequest(count, submits[0].tokens, SamplingParams(max_tokens=5))
     assert run.answer([after]) == [right_answer(after)]
     assert {*run.workers.held} <= {count}, "workers keep what has ended"
     assert run.leaked() == 0

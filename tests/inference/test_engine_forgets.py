@@ -59,7 +59,6 @@ class Interleaving(RuleBasedStateMachine):
             number = first + choice
             each = AddRequest(
                 number,
-                choice,
                 tokens,
                 SamplingParams(new),
                 logprobs=1,
@@ -115,7 +114,7 @@ class Interleaving(RuleBasedStateMachine):
         assert not self.alive
         assert not any(self.by_sequence().values())
         # Workers hear of the ends with the next iteration.
-        last = AddRequest(self.number, 0, [1], SamplingParams(1))
+        last = AddRequest(self.number, [1], SamplingParams(1))
         self.alive[self.number] = last
         self.engine.add(last)
         self.start()

@@ -176,7 +176,7 @@ def test_an_engine_fails_the_request_alone(ranks: Ranks, tmp_path: Path) -> None
     # With and without log-probabilities of the prompt's tokens.
     for scored in (False, True):
         submits: list[tuple[Any, ...]] = [
-            (n, 0, prompt, SamplingParams(max_tokens=3), Penalties(), 2, None, scored)
+            (n, prompt, SamplingParams(max_tokens=3), Penalties(), 2, None, scored)
             for n, prompt in enumerate(prompts)
         ]
         settings = settings_of(str(folder), 2, 16)
@@ -185,5 +185,5 @@ def test_an_engine_fails_the_request_alone(ranks: Ranks, tmp_path: Path) -> None
         assert answered.tokens.keys() == answered.tokens.keys() - fails.keys() == {0, 3}
         loaded = read_model(str(folder), torch.float32).load(torch.device("cpu"), "eager")
         for number in (0, 3):
-            assert answered.tokens[number] == one_process(loaded, submits[number][:5])
+            assert answered.tokens[number] == one_process(loaded, submits[number][:4])
         assert answered.ranks == [(60, 0, 0)] * 2

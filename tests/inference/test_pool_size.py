@@ -46,7 +46,7 @@ def test_all_prompts_run_together_in_what_they_need(model, ranks: int, chain: Ch
     )
     engine = Engine(config, blocks_in(nbytes, model, SIZE))
     for number, length in enumerate(lengths):
-        engine.add(AddRequest(number, 0, [1] * length, SamplingParams(max_tokens=most)))
+        engine.add(AddRequest(number, [1] * length, SamplingParams(max_tokens=most)))
     least = ranks * blocks_in(nbytes, model, SIZE)
     while (begun := engine.schedule()) is not None:
         for feed in begun.batch.feeds if chain is not None else ():

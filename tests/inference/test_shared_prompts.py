@@ -26,7 +26,6 @@ def test_a_prompt_is_computed_once(ranks: Ranks, tmp_path: Path, caching: bool) 
     submits = [
         (
             choice,
-            choice,
             prompt,
             sampling,
             Penalties(),
@@ -40,7 +39,7 @@ def test_a_prompt_is_computed_once(ranks: Ranks, tmp_path: Path, caching: bool) 
     model = read_model(path, torch.float32)
     loaded = model.load(torch.device("cpu"), "eager")
     for submit in submits:
-        assert answered.tokens[submit[0]] == one_process(loaded, submit[:5])
+        assert answered.tokens[submit[0]] == one_process(loaded, submit[:4])
     # Of each other answer the block that is not full, and the token that is fed last.
     others = (ANSWERS - 1) * (len(prompt) % BLOCK)
     assert answered.numbers["computed"] == len(prompt) + others + ANSWERS * (NEW - 1)

@@ -11,13 +11,13 @@ import pytest
 import torch
 import zmq
 
-from distca.inference.messages import Message, decoder, encode
 from distca.prefill.client import PrefillClient
 from distca.prefill.front import Front
 from distca.prefill.heads import HeadSlices
 from distca.prefill.messages import (
     Hello,
     Join,
+    Message,
     Ping,
     Pong,
     Refusal,
@@ -26,6 +26,8 @@ from distca.prefill.messages import (
     Told,
     Unknown,
     Welcome,
+    decoder,
+    encode,
 )
 from distca.schedule.serving.handoff.protocol import Transfer
 from support.prefills import free_address, in_background

@@ -10,9 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from distca.inference.messages import encode
 from distca.prefill.inbox import NixlLanding, RowForm
-from distca.prefill.messages import InSlot, Rows, SlotFree
+from distca.prefill.messages import InSlot, Rows, SlotFree, encode
 from distca.prefill.nixl import NixlAgent, NixlError
 from distca.schedule.serving.handoff.protocol import Transfer
 

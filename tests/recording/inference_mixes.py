@@ -60,12 +60,10 @@ def _requests(scored: int | None, answers: int) -> list[tuple]:
             sampling = replace(sampling, temperature=0.8, seed=number, top_k=20, top_p=0.9)
         if number in (3, 5):
             penalties = Penalties(0.5, 0.5, 1.3, ((7, 3.0),), 2, frozenset({9}))
-        found.append((number, number, prompt, sampling, penalties, None, None, number == scored))
+        found.append((number, prompt, sampling, penalties, None, None, number == scored))
     for choice in range(1, answers):
         sampling = SamplingParams(max_tokens=4, temperature=0.7, seed=choice)
-        found.append(
-            (100 + choice, 100 + choice, found[0][2], sampling, Penalties(), None, 0, False)
-        )
+        found.append((100 + choice, found[0][1], sampling, Penalties(), None, 0, False))
     return found
 
 

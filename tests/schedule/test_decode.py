@@ -17,7 +17,8 @@ from distca.plan import Mask, Placement, Plan, validate_stepped_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import held_after, nobody_holds, step_plan
 from distca.schedule.serving.batches import DecodeBatch
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
+from distca.schedule.serving.scheduled import ScheduledTokens
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=16)
 
@@ -35,7 +36,7 @@ def plan_decode(
 ) -> DecodeBatch:
     """Plans a step that feeds the next token of sequences; `owners` are those of their blocks."""
     entries = [
-        BatchEntry(each, lengths[each], 1, np.array(owners[each], dtype=np.int64))
+        ScheduledTokens(each, lengths[each], 1, np.array(owners[each], dtype=np.int64))
         for each in owners
     ]
     decode = plan_iteration(entries, masks, size, ranks, "pass-kv").decode
@@ -95,7 +96,7 @@ def work_of_a_step(blocks: int, size: int) -> tuple[int, int]:
     calls = 0
     owners = {each: [block % 4 for block in range(blocks)] for each in range(16)}
     entries = [
-        BatchEntry(each, blocks * size - 1, 1, np.array(ranks, dtype=np.int64))
+        ScheduledTokens(each, blocks * size - 1, 1, np.array(ranks, dtype=np.int64))
         for each, ranks in owners.items()
     ]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from distca.schedule.serving.blocks import BlockPool, PrefixCache, extend_digests
 
 
-def test_without_the_cache_those_alone_find_blocks_that_wait_for_them() -> None:
-    cache = PrefixCache(BlockPool(2, 3, 4), enabled=False)
+def test_a_block_is_kept_until_its_room_is_needed() -> None:
+    cache = PrefixCache(BlockPool(2, 3, 4))
     block = cache.take(1)
-    cache.keep(block, b"first", waited=True)
-    assert cache.find([b"first"]) == []
-    assert cache.find([b"first", b"second"], waited=True) == [block]
+    cache.keep(block, b"first")
+    assert cache.find([b"first", b"second"]) == [block]
+    assert cache.find([b"second", b"first"]) == []
     cache.release([block])
     cache.release([block])
     assert (cache.free(1), cache.cached(1), cache.referenced(1)) == (2, 1, 0)
-    cache.let_go([b"first"])
-    assert (cache.free(1), cache.cached(1), cache.referenced(1)) == (3, 0, 0)
+    assert block in [cache.take(1) for _ in range(3)]
+    assert cache.find([b"first"]) == []
 
 
 def test_a_block_whose_like_is_kept_is_given_back() -> None:

@@ -17,10 +17,11 @@ from hypothesis.stateful import (
 
 from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache, extend_digests
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.scheduled import SchedulerOutput
+from distca.schedule.serving.request import Request
+from distca.schedule.serving.scheduled import ScheduledTokens, SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
 
 RANKS, BLOCKS, SIZE = 2, 6, 4
@@ -33,8 +34,9 @@ def scheduler_of(
     short: int = 9,
     enabled: bool = True,
 ) -> tuple[Scheduler, PrefixCache]:
-    cache = PrefixCache(BlockPool(RANKS, blocks, SIZE), enabled)
-    return Scheduler(cache, SchedulerConfig(sequences, tokens, SIZE, short), b"model"), cache
+    cache = PrefixCache(BlockPool(RANKS, blocks, SIZE))
+    limits = SchedulerConfig(sequences, tokens, SIZE, short, prefix_caching=enabled)
+    return Scheduler(cache, limits, b"model"), cache
 
 
 class Engine(RuleBasedStateMachine):
@@ -63,7 +65,7 @@ class Engine(RuleBasedStateMachine):
         alike = min(alike, length)
         tokens = [7] * alike + [100 + self.number] * (length - alike)
         self.salts[self.number] = salt
-        self.scheduler.add(self.number, tokens, new, priority=priority, salt=salt)
+        self.scheduler.add(Request(self.number, tokens, new, priority=priority, salt=salt))
         self.tokens[self.number], self.most[self.number] = tokens, length + new
         self.number += 1
 
@@ -188,28 +190,28 @@ class Engine(RuleBasedStateMachine):
 
 def test_a_prompt_that_is_held_keeps_its_blocks_and_chooses_no_token() -> None:
     scheduler, cache = scheduler_of(blocks=6, tokens=8)
-    scheduler.add(0, [1] * 20, 0)
+    scheduler.add(Request(0, [1] * 20, 0))
     batches = run(scheduler)
     assert [feed.count for batch in batches for feed in batch.feeds] == [8, 8, 4]
     assert not any(feed.samples for batch in batches for feed in batch.feeds)
     assert (scheduler.held, scheduler.running, scheduler.computed(0)) == (1, 0, 20)
     # 7 of 12 blocks are left, so this needs what is held, and waits for it.
-    scheduler.add(1, [2] * 32, 0)
+    scheduler.add(Request(1, [2] * 32, 0))
     assert scheduler.schedule() is None
     assert scheduler.abort(0)
     assert not scheduler.abort(0)
     assert [feed.count for batch in run(scheduler) for feed in batch.feeds] == [8] * 4
     assert scheduler.abort(1)
     # Full blocks are found by whoever comes next; the last token is fed in any case.
-    scheduler.add(2, [2] * 32, 0)
+    scheduler.add(Request(2, [2] * 32, 0))
     assert [feed.start for batch in run(scheduler) for feed in batch.feeds] == [28]
     assert sum(map(cache.referenced, range(RANKS))) == 8
 
 
 def test_a_prompt_to_hold_is_admitted_with_room_for_all_of_it() -> None:
     scheduler, _ = scheduler_of(blocks=6, tokens=8)
-    scheduler.add(0, [1] * 4, 40)
-    scheduler.add(1, [2] * 32, 0)
+    scheduler.add(Request(0, [1] * 4, 40))
+    scheduler.add(Request(1, [2] * 32, 0))
     batch = scheduler.schedule()
     assert batch is not None
     assert [feed.sequence for feed in batch.feeds] == [0, 1]
@@ -228,7 +230,7 @@ def test_a_prompt_to_hold_is_admitted_with_room_for_all_of_it() -> None:
 def test_priorities_decide_who_is_admitted_and_who_gives_up_blocks() -> None:
     scheduler, _ = scheduler_of(blocks=3, tokens=8, sequences=2)
     for number, priority in enumerate([1, 1, 0, 0]):
-        scheduler.add(number, [number] * 4, 12, priority=priority)
+        scheduler.add(Request(number, [number] * 4, 12, priority=priority))
     admitted, preempted = [], []
     while (batch := scheduler.schedule()) is not None:
         admitted += [feed.sequence for feed in batch.feeds if feed.admitted]
@@ -268,8 +270,8 @@ def run(scheduler: Scheduler, *, token: int = 1) -> list[SchedulerOutput]:
 
 def test_chunks_and_decodes_share_iterations() -> None:
     scheduler, _ = scheduler_of(tokens=8)
-    scheduler.add(0, [1] * 4, 6)
-    scheduler.add(1, [2] * 12, 2)
+    scheduler.add(Request(0, [1] * 4, 6))
+    scheduler.add(Request(1, [2] * 12, 2))
     counts = [[(feed.sequence, feed.count) for feed in batch.feeds] for batch in run(scheduler)]
     assert counts[:3] == [[(0, 4), (1, 4)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
     assert sum(count for batch in counts for _, count in batch) == 4 + 5 + 12 + 1
@@ -278,7 +280,7 @@ def test_chunks_and_decodes_share_iterations() -> None:
 def test_an_answer_ends_with_the_token_that_stops_it() -> None:
     """Neither a stop in the prompt nor one among the fewest tokens ends it."""
     scheduler, _ = scheduler_of()
-    scheduler.add(0, [3, 9], 6, frozenset({9}), fewest_new=2)
+    scheduler.add(Request(0, [3, 9], 6, frozenset({9}), fewest_new=2))
     ends = []
     for token in (4, 9, 5, 9):
         batch = scheduler.schedule()
@@ -290,16 +292,16 @@ def test_an_answer_ends_with_the_token_that_stops_it() -> None:
 
 def test_a_second_turn_computes_its_new_tokens_alone() -> None:
     scheduler, _ = scheduler_of(blocks=12)
-    scheduler.add(0, list(range(17)), 3)
+    scheduler.add(Request(0, list(range(17)), 3))
     run(scheduler)
     first = [*range(17), 1, 1]
-    scheduler.add(1, [*first, 50, 51], 1)
+    scheduler.add(Request(1, [*first, 50, 51], 1))
     (batch,) = run(scheduler)
     assert [(feed.start, feed.count) for feed in batch.feeds] == [(16, 5)]
     assert (scheduler.found, scheduler.looked_up) == (16, 17 + 21)
     scheduler, _ = scheduler_of(blocks=12, enabled=False)
     for number in range(2):
-        scheduler.add(number, first, 1)
+        scheduler.add(Request(number, first, 1))
         run(scheduler)
     assert scheduler.found == 0
     # A prompt of full blocks still has a token to compute.
@@ -320,9 +322,9 @@ def test_the_least_recently_used_blocks_are_given_back_first() -> None:
 
 def test_short_sequences_stay_at_home_and_long_ones_are_shared_out() -> None:
     scheduler, _ = scheduler_of(blocks=20, tokens=64)
-    scheduler.add(0, [1] * 5, 2)
-    scheduler.add(1, [2] * 5, 2)
-    scheduler.add(2, [3] * 32, 9)
+    scheduler.add(Request(0, [1] * 5, 2))
+    scheduler.add(Request(1, [2] * 5, 2))
+    scheduler.add(Request(2, [3] * 32, 9))
     owners: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for batch in run(scheduler):
         for feed in batch.feeds:
@@ -333,7 +335,7 @@ def test_short_sequences_stay_at_home_and_long_ones_are_shared_out() -> None:
 
 def test_a_stop_ends_an_answer_that_has_its_fewest_tokens() -> None:
     scheduler, _ = scheduler_of()
-    scheduler.add(0, [5] * 4, 9, frozenset({1}), fewest_new=3)
+    scheduler.add(Request(0, [5] * 4, 9, frozenset({1}), fewest_new=3))
     finishes = []
     while (batch := scheduler.schedule()) is not None:
         finishes += [each.finish for each in scheduler.advance(batch, {0: 1})]
@@ -346,12 +348,12 @@ def test_a_short_sequence_is_at_home_where_few_others_are() -> None:
     for lengths, homes in (((8, 3, 3), [0, 1, 1]), ((3, 8, 3, 3), [0, 1, 0, 1])):
         scheduler, _ = scheduler_of(blocks=20, tokens=64)
         for number, length in enumerate(lengths):
-            scheduler.add(number, [number] * length, 1)
+            scheduler.add(Request(number, [number] * length, 1))
         (batch,) = run(scheduler)
         assert [feed.new_blocks[-1].rank for feed in batch.feeds] == homes
-    scheduler.add(4, [9], 1)
-    scheduler.add(5, [8], 1)
-    scheduler.add(6, [1] * 8, 1)
+    scheduler.add(Request(4, [9], 1))
+    scheduler.add(Request(5, [8], 1))
+    scheduler.add(Request(6, [1] * 8, 1))
     (batch,) = run(scheduler)
     assert [feed.new_blocks[-1].rank for feed in batch.feeds] == [0, 1, 1]
 
@@ -360,7 +362,7 @@ def test_stripes_of_sequences_begin_on_different_ranks() -> None:
     """And a sequence is long with as many tokens as the limit says, and short with one less."""
     scheduler, _ = scheduler_of(blocks=20, tokens=64)
     for number in (1, 2, 3):
-        scheduler.add(number, [number] * 8, 9)
+        scheduler.add(Request(number, [number] * 8, 9))
     owners: dict[int, list[int]] = {1: [], 2: [], 3: []}
     for batch in run(scheduler):
         for feed in batch.feeds:
@@ -384,9 +386,9 @@ def test_a_fresh_prefill_fills_ranks_evenly(ranks: int, tokens: int) -> None:
     """By two blocks at most, in one chunk or after several, which are shared out each for itself;
     decoded tokens add a stripe."""
     for length in (65, 200, 1000, 3001):
-        cache = PrefixCache(BlockPool(ranks, 1000, SIZE), True)
+        cache = PrefixCache(BlockPool(ranks, 1000, SIZE))
         scheduler = Scheduler(cache, SchedulerConfig(4, tokens, 2 * SIZE, 9), b"model")
-        scheduler.add(0, list(range(length)), 20)
+        scheduler.add(Request(0, list(range(length)), 20))
         rows = np.zeros(ranks, dtype=np.int64)
         held = 0
         while batch := scheduler.schedule():
@@ -405,7 +407,7 @@ def test_chunks_of_long_sequences_are_cut_for_a_chain() -> None:
     cache = PrefixCache(BlockPool(RANKS, 40, SIZE))
     chain = Chain(RANKS, (0.75, 0.25))
     scheduler = Scheduler(cache, SchedulerConfig(4, 32, SIZE, 9, chain=chain), b"model")
-    scheduler.add(0, [3] * 64, 9)
+    scheduler.add(Request(0, [3] * 64, 9))
     feeds = [feed for batch in run(scheduler) for feed in batch.feeds]
     owners = [[block.rank for block in feed.new_blocks] for feed in feeds if feed.new_blocks]
     assert owners == [[1] * 6 + [0] * 2, [1] * 5 + [0] * 3, [0], [1]]
@@ -413,9 +415,9 @@ def test_chunks_of_long_sequences_are_cut_for_a_chain() -> None:
 
 def test_what_could_never_be_held_is_refused() -> None:
     scheduler, _ = scheduler_of()
-    scheduler.add(0, [1] * 40, 9)
+    scheduler.add(Request(0, [1] * 40, 9))
     with pytest.raises(ValueError, match="49 tokens need more than the 48"):
-        scheduler.add(1, [1] * 40, 10)
+        scheduler.add(Request(1, [1] * 40, 10))
     with pytest.raises(ValueError, match="raise --max-num-batched-tokens"):
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4, stripe=4, threshold=1)
 
@@ -430,7 +432,7 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
         ranks = random.integers(0, 3, -(-(start + count) // SIZE))
         if number == 4:
             ranks[:] = 2
-        parts.append(BatchEntry(number + 5, start, count, ranks))
+        parts.append(ScheduledTokens(number + 5, start, count, ranks))
     whole = plan_iteration(parts, masks, SIZE, 3, strategy)
     assert whole.prefill is not None
     assert whole.decode is not None
@@ -445,7 +447,7 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
         assert int(stepped.plan.own_tokens_per_rank().sum()) == 42
     # A rank that only has earlier keys takes part: it sends them, or computes on them.
     ranks = np.array([2, 2, 0, 0])
-    earlier = plan_iteration([BatchEntry(0, 8, 8, ranks)], masks[:1], SIZE, 3, strategy)
+    earlier = plan_iteration([ScheduledTokens(0, 8, 8, ranks)], masks[:1], SIZE, 3, strategy)
     assert earlier.members == {0, 2}
     assert earlier.new_tokens.tolist() == [8, 0, 0]
     alone = plan_iteration(parts[4:], masks, SIZE, 3, strategy)
@@ -459,8 +461,8 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
 
 def test_a_chunk_without_blocks_waits_whole() -> None:
     scheduler, _ = scheduler_of(blocks=2, tokens=99)
-    scheduler.add(0, [1] * 8, 4)
-    scheduler.add(1, [2] * 12, 4)
+    scheduler.add(Request(0, [1] * 8, 4))
+    scheduler.add(Request(1, [2] * 12, 4))
     batch = scheduler.schedule()
     assert batch is not None
     assert [(feed.sequence, feed.count) for feed in batch.feeds] == [(0, 8)]

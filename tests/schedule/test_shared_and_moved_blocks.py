@@ -8,6 +8,7 @@ from distca.schedule.serving.blocks import BlockPool, PrefixCache, extend_digest
 from distca.schedule.serving.cdsp import ImprovementRates, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.request import Request
 from distca.schedule.serving.scheduler import MOST_SCORED, Scheduler
 from support.scheduler_walks import ANY_GROUPS, SIZE, TIMES, Walk
 
@@ -54,8 +55,7 @@ def test_no_block_is_lost_or_mixed_up(
             if not walk.iterate():
                 break
         assert not walk.scheduler.running + walk.scheduler.waiting
-        if not enabled:
-            assert all(walk.cache.free(rank) == blocks for rank in range(ranks))
+        assert all(walk.cache.available(rank) == blocks for rank in range(ranks))
         walk.cache.reset()
         assert all(walk.cache.free(rank) == blocks for rank in range(ranks))
         moved += walk.moves
@@ -68,10 +68,10 @@ def test_groups_are_smaller_where_many_prompts_arrive() -> None:
     rates = ImprovementRates({0.0: 0.0, 1.0: (0.0, 1)})
     growing = GrowingGroups(Search(TIMES, smallest_chunk=SIZE), rates=rates)
     for each_second, most in ((1, 2), (100, 1)):
-        cache = PrefixCache(BlockPool(2, 100, SIZE), enabled=False)
+        cache = PrefixCache(BlockPool(2, 100, SIZE))
         scheduler = Scheduler(cache, SchedulerConfig(1, 400, SIZE, 9, growing=growing), b"model")
         for number in range(each_second):
-            scheduler.add(number, [number] * 40, 1, arrived=7.0 + number / each_second)
+            scheduler.add(Request(number, [number] * 40, 1, arrived=7.0 + number / each_second))
         begun = scheduler.schedule()
         assert begun is not None
         (feed,) = begun.feeds
@@ -79,10 +79,10 @@ def test_groups_are_smaller_where_many_prompts_arrive() -> None:
 
 
 def test_a_prompt_begins_on_ranks_that_are_free_and_goes_on_with_more() -> None:
-    cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+    cache = PrefixCache(BlockPool(2, 40, SIZE))
     scheduler = Scheduler(cache, SchedulerConfig(4, 40, SIZE, 9, growing=GROWING), b"model")
-    scheduler.add(0, [1] * 9, 2)
-    scheduler.add(1, [2] * 40, 9)
+    scheduler.add(Request(0, [1] * 9, 2))
+    scheduler.add(Request(1, [2] * 40, 9))
     ranks: dict[int, list[list[int]]] = {0: [], 1: []}
     moves = []
     while (batch := scheduler.schedule()) is not None:
@@ -109,11 +109,11 @@ def test_ranks_are_busy_with_what_is_left_of_prompts_alone() -> None:
             return super().plan(queued, *others)
 
     growing = Told(Search(TIMES, most_ranks=1, smallest_chunk=SIZE))
-    cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+    cache = PrefixCache(BlockPool(2, 40, SIZE))
     scheduler = Scheduler(cache, SchedulerConfig(4, 32, SIZE, 9, growing=growing), b"model")
-    scheduler.add(0, [1] * 40, 2)
+    scheduler.add(Request(0, [1] * 40, 2))
     assert iterate(scheduler) == [(0, 0, 16)]
-    scheduler.add(1, [2] * 20, 2)
+    scheduler.add(Request(1, [2] * 20, 2))
     assert iterate(scheduler) == [(0, 16, 16), (1, 0, 16)]
     left = growing.seconds(1, 16, 24)
     assert left > 0
@@ -123,10 +123,10 @@ def test_ranks_are_busy_with_what_is_left_of_prompts_alone() -> None:
 def test_groups_compute_side_by_side() -> None:
     """A rank is fed its share of an iteration's tokens, whoever came first."""
     of_one = GrowingGroups(Search(TIMES, most_ranks=1, smallest_chunk=SIZE))
-    cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+    cache = PrefixCache(BlockPool(2, 40, SIZE))
     scheduler = Scheduler(cache, SchedulerConfig(4, 16, SIZE, 9, growing=of_one), b"model")
     for number in range(3):
-        scheduler.add(number, [number] * 20, 2)
+        scheduler.add(Request(number, [number] * 20, 2))
     assert iterate(scheduler) == [(0, 0, 8), (1, 0, 8)]
     assert iterate(scheduler) == [(0, 8, 8), (1, 8, 8)]
     # The third one gets what its rank is not fed by others.
@@ -134,9 +134,9 @@ def test_groups_compute_side_by_side() -> None:
     assert iterate(scheduler) == [(0, 20, 1), (1, 20, 1), (2, 4, 8)]
     # A group of two is fed the shares of both, and an iteration feeds a token at least.
     for most, fed in ((16, 16), (2, 2), (1, 1)):
-        cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
+        cache = PrefixCache(BlockPool(2, 40, SIZE))
         scheduler = Scheduler(cache, SchedulerConfig(1, most, SIZE, 9, growing=GROWING), b"model")
-        scheduler.add(0, [1] * 60, 2)
+        scheduler.add(Request(0, [1] * 60, 2))
         assert iterate(scheduler) == [(0, 0, fed)]
 
 
@@ -149,7 +149,7 @@ def test_a_follower_goes_on_where_its_prompt_is() -> None:
     for block, digest in zip(blocks, digests, strict=True):
         cache.keep(block, digest)
     cache.release(blocks)
-    scheduler.add(0, [7] * 25, 9)
+    scheduler.add(Request(0, [7] * 25, 9))
     feeds = []
     while (batch := scheduler.schedule()) is not None:
         feeds += batch.feeds
@@ -169,7 +169,7 @@ def test_a_prompt_whose_beginning_is_cached_goes_on_behind_it() -> None:
     cache = PrefixCache(BlockPool(4, 40, SIZE))
     scheduler = Scheduler(cache, SchedulerConfig(4, 99, SIZE, 9, growing=GROWING), b"model")
     for number, tokens, start in ((0, 40, 0), (1, 80, 40)):
-        scheduler.add(number, [7] * tokens, 1)
+        scheduler.add(Request(number, [7] * tokens, 1))
         batch = scheduler.schedule()
         assert batch is not None
         assert batch.feeds[0].start == start
@@ -179,19 +179,21 @@ def test_a_prompt_whose_beginning_is_cached_goes_on_behind_it() -> None:
 
 
 def test_one_answer_computes_the_prompt_of_all() -> None:
-    cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
-    scheduler = Scheduler(cache, SchedulerConfig(8, 64, SIZE, 9))
-    for number in (1, 2, 0):
-        scheduler.add(number, [5] * 10, 3, leader=None if number == 0 else 0)
-    scheduler.add(3, [5] * 10, 3)
-    fed = []
-    while (batch := scheduler.schedule()) is not None:
-        fed.append([(feed.sequence, feed.start, feed.count) for feed in batch.feeds])
-        scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
-    # Another request's is no answer to the same: without a cache it computes all.
-    assert fed[0] == [(0, 0, 10), (3, 0, 10)]
-    assert fed[1] == [(0, 10, 1), (3, 10, 1), (1, 8, 2), (2, 8, 2)]
-    assert all(cache.free(rank) == 40 for rank in range(2))
+    cache = PrefixCache(BlockPool(2, 40, SIZE))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 64, SIZE, 9, prefix_caching=False))
+    for _ in range(2):
+        for number in (1, 2, 0):
+            scheduler.add(Request(number, [5] * 10, 3, leader=None if number == 0 else 0))
+        scheduler.add(Request(3, [5] * 10, 3))
+        fed = []
+        while (batch := scheduler.schedule()) is not None:
+            fed.append([(feed.sequence, feed.start, feed.count) for feed in batch.feeds])
+            scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
+        # Another request's is no answer to the same: without a cache it computes all. So do those
+        # that ask for the same later.
+        assert fed[0] == [(0, 0, 10), (3, 0, 10)]
+        assert fed[1] == [(0, 10, 1), (3, 10, 1), (1, 8, 2), (2, 8, 2)]
+        assert all(cache.available(rank) == 40 for rank in range(2))
 
 
 Fed = list[tuple[int, int, int]]
@@ -220,19 +222,19 @@ def family(
     answers: int, sequences: int = 8, enabled: bool = False
 ) -> tuple[Scheduler, PrefixCache]:
     """Answers to a prompt, of which 0 leads, and a sequence 9 that waits behind them."""
-    cache = PrefixCache(BlockPool(1, 40, SIZE), enabled)
-    scheduler = Scheduler(cache, SchedulerConfig(sequences, 8, SIZE, 9))
+    cache = PrefixCache(BlockPool(1, 40, SIZE))
+    limits = SchedulerConfig(sequences, 8, SIZE, 9, prefix_caching=enabled)
+    scheduler = Scheduler(cache, limits)
     for number in (*range(1, answers), 0):
-        scheduler.add(number, [5] * 22, 3, leader=None if number == 0 else 0)
-    scheduler.add(9, [6] * 3, 1)
+        scheduler.add(Request(number, [5] * 22, 3, leader=None if number == 0 else 0))
+    scheduler.add(Request(9, [6] * 3, 1))
     return scheduler, cache
 
 
 @pytest.mark.parametrize("answers", [2, 4])
 @pytest.mark.parametrize("when", ["it waits", "it runs", "it is fed"])
 def test_a_leader_that_is_aborted_alone_hands_over(when: str, answers: int) -> None:
-    """Its first follower goes on, before whoever else waits, with what is computed if others need
-    that, too; what nobody waits for is given back."""
+    """Its first follower goes on, before whoever else waits, with what is computed."""
     scheduler, cache = family(answers)
     if when != "it waits":
         assert iterate(scheduler) == [(0, 0, 8)]
@@ -244,26 +246,26 @@ def test_a_leader_that_is_aborted_alone_hands_over(when: str, answers: int) -> N
         assert scheduler.advance(batch, {}) == []
     assert not cache.referenced(0)
     assert scheduler.waiting == answers
-    begin = 8 if when != "it waits" and answers > 2 else 0
-    assert cache.cached(0) == begin // SIZE
+    begin = 8 if when != "it waits" else 0
+    assert cache.cached(0) == (16 if when == "it is fed" else begin) // SIZE or True
     fed = to_the_end(scheduler)
     assert fed[0] == (1, begin, 8)
     assert {each for each, _, _ in fed} == {*range(1, answers), 9}
     for follower in range(2, answers):
         assert next(each for each in fed if each[0] == follower)[1:] == (20, 2)
-    assert cache.free(0) == 40
+    assert cache.available(0) == 40
 
 
 def test_followers_go_on_in_their_order_before_others() -> None:
     scheduler, cache = family(4, sequences=2)
-    scheduler.add(8, [7] * 3, 1)
+    scheduler.add(Request(8, [7] * 3, 1))
     fed = to_the_end(scheduler)
     assert [*dict.fromkeys(each for each, _, _ in fed)] == [0, 9, 1, 2, 3, 8]
-    assert cache.free(0) == 40
+    assert cache.available(0) == 40
 
 
-def test_a_prompt_that_nobody_waits_for_any_more_is_not_kept() -> None:
-    """With the last follower's abort, and no sooner, be the leader running or waiting again."""
+def test_what_a_prompt_computes_that_nobody_waits_for_any_more_is_not_kept() -> None:
+    """From the last follower's abort on, and no sooner."""
     scheduler, cache = family(3)
     iterate(scheduler)
     assert scheduler.abort(1)
@@ -271,29 +273,13 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_not_kept() -> None:
     assert scheduler.waiting == 2
     assert scheduler.abort(2)
     assert scheduler.waiting == 1
-    # What the leader computes from now on nobody waits for.
     assert not scheduler.abort(1)
     assert {each for each, _, _ in to_the_end(scheduler)} == {0, 9}
-    assert cache.free(0) == 40
+    assert cache.cached(0) == 4
     scheduler, cache = family(3)
     iterate(scheduler)
     assert scheduler.abort(1)
     assert (2, 20, 2) in to_the_end(scheduler), "one waited still"
-    # An older sequence takes the leader's blocks, which the cache keeps for its follower.
-    cache = PrefixCache(BlockPool(1, 8, SIZE), enabled=False)
-    scheduler = Scheduler(cache, SchedulerConfig(2, 6, SIZE, 99))
-    scheduler.add(9, [6] * 4, 20)
-    iterate(scheduler)
-    scheduler.add(1, [5] * 28, 1, leader=0)
-    scheduler.add(0, [5] * 28, 1)
-    while not scheduler.preemptions:
-        iterate(scheduler)
-    assert (scheduler.running, scheduler.waiting) == (1, 2)
-    assert cache.cached(0)
-    assert scheduler.abort(1)
-    assert not cache.cached(0)
-    to_the_end(scheduler)
-    assert cache.free(0) == 8
 
 
 def test_with_the_cache_a_prompt_stays_that_nobody_waits_for() -> None:
@@ -302,31 +288,27 @@ def test_with_the_cache_a_prompt_stays_that_nobody_waits_for() -> None:
     assert scheduler.abort(1)
     to_the_end(scheduler)
     assert cache.cached(0) == 6
-    scheduler.add(7, [5] * 22, 1)
+    scheduler.add(Request(7, [5] * 22, 1))
     assert to_the_end(scheduler) == [(7, 20, 2)]
 
 
 def test_followers_that_are_aborted_before_they_run_need_no_blocks() -> None:
-    """Nor do those that are admitted, and then the last of them lets go of the prompt."""
     scheduler, cache = family(3, sequences=1)
     while scheduler.waiting < 3 or scheduler.running == 0 or scheduler.computed(0) < 22:
         iterate(scheduler)
-    blocks = 6
-    assert scheduler.abort(0)
-    assert cache.cached(0) == blocks - 1
-    assert scheduler.abort(1)
-    assert cache.cached(0) == blocks - 1
-    assert scheduler.abort(2)
-    assert cache.free(0) == 40
+    for number in range(3):
+        assert scheduler.abort(number)
+        assert cache.cached(0) == 5
+    assert cache.available(0) == 40
     assert to_the_end(scheduler) == [(9, 0, 3)]
 
 
 def test_blocks_of_a_shared_prompt_are_found_where_they_moved() -> None:
     """Though the cache is off: a follower waits for them."""
-    cache = PrefixCache(BlockPool(2, 12, SIZE), enabled=False)
-    scheduler = Scheduler(cache, SchedulerConfig(8, 8, SIZE, 9, servers=1))
-    scheduler.add(1, [5] * 22, 1, leader=0)
-    scheduler.add(0, [5] * 22, 1)
+    cache = PrefixCache(BlockPool(2, 12, SIZE))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 8, SIZE, 9, servers=1, prefix_caching=False))
+    scheduler.add(Request(1, [5] * 22, 1, leader=0))
+    scheduler.add(Request(0, [5] * 22, 1))
     moves, first = [], {}
     while (batch := scheduler.schedule()) is not None:
         moves += [(move.sequence, move.index, move.to.rank) for move in batch.moves]
@@ -336,16 +318,16 @@ def test_blocks_of_a_shared_prompt_are_found_where_they_moved() -> None:
     assert moves == [(0, 1, 1), (0, 3, 1)]
     assert (first[1].start, first[1].count) == (20, 2)
     assert [block.rank for block in first[1].new_blocks] == [0, 1, 0, 1, 0, 0]
-    assert [cache.free(rank) for rank in range(2)] == [12, 12]
+    assert [cache.available(rank) for rank in range(2)] == [12, 12]
 
 
 def test_blocks_that_are_computed_again_move_again() -> None:
     """A sequence that gave up its blocks has none that are where they should be."""
-    cache = PrefixCache(BlockPool(2, 7, SIZE), enabled=False)
-    scheduler = Scheduler(cache, SchedulerConfig(8, 9, SIZE, 9, servers=1))
-    scheduler.add(1, [6] * 4, 32)
+    cache = PrefixCache(BlockPool(2, 7, SIZE))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 9, SIZE, 9, servers=1, prefix_caching=False))
+    scheduler.add(Request(1, [6] * 4, 32))
     iterate(scheduler)
-    scheduler.add(0, [5] * 40, 9)
+    scheduler.add(Request(0, [5] * 40, 9))
     moved: dict[bool, set[int]] = {False: set(), True: set()}
     while (batch := scheduler.schedule()) is not None:
         again = scheduler.preemptions > 0
@@ -358,7 +340,7 @@ def test_blocks_make_room_before_a_sequence_gives_up_its_own() -> None:
     """Even those whose stripes are of the rank that computes."""
     cache = PrefixCache(BlockPool(2, 3, SIZE))
     scheduler = Scheduler(cache, SchedulerConfig(8, 64, 16 * SIZE, 9, servers=1))
-    scheduler.add(0, [5] * 20, 5)
+    scheduler.add(Request(0, [5] * 20, 5))
     moved = []
     for _ in range(8):
         batch = scheduler.schedule()
@@ -372,10 +354,11 @@ def test_blocks_make_room_before_a_sequence_gives_up_its_own() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_blocks_that_are_found_make_room_for_the_rest_of_their_sequence(enabled: bool) -> None:
     """They fill the rank that computes, and nobody runs who could give up blocks."""
-    cache = PrefixCache(BlockPool(2, 4, SIZE), enabled)
-    scheduler = Scheduler(cache, SchedulerConfig(4, 16, SIZE, 9, servers=1))
+    cache = PrefixCache(BlockPool(2, 4, SIZE))
+    limits = SchedulerConfig(4, 16, SIZE, 9, servers=1, prefix_caching=enabled)
+    scheduler = Scheduler(cache, limits)
     for number in (1, 2, 0):
-        scheduler.add(number, [5] * 18, 1, leader=None if number == 0 else 0)
+        scheduler.add(Request(number, [5] * 18, 1, leader=None if number == 0 else 0))
     assert iterate(scheduler) == [(0, 0, 16)]
     # The first of those that wait computes what is left, for itself and for the other.
     assert scheduler.abort(0)
@@ -388,9 +371,9 @@ def test_a_prompt_to_hold_has_room_where_ranks_compute() -> None:
     limits = SchedulerConfig(4, 16, SIZE, 9, servers=1)
     scheduler = Scheduler(PrefixCache(BlockPool(2, 4, SIZE)), limits)
     with pytest.raises(ValueError, match="17 tokens need more than the 16"):
-        scheduler.add(0, [5] * 17, 0)
-    scheduler.add(0, [5] * 17, 1)
-    scheduler.add(1, [5] * 16, 0)
+        scheduler.add(Request(0, [5] * 17, 0))
+    scheduler.add(Request(0, [5] * 17, 1))
+    scheduler.add(Request(1, [5] * 16, 0))
     while iterate(scheduler):
         pass
     assert (scheduler.held, scheduler.running, scheduler.waiting) == (1, 0, 0)
@@ -401,7 +384,7 @@ def test_scored_prompts_are_computed_whole_and_in_small_chunks() -> None:
     scheduler = Scheduler(cache, SchedulerConfig(8, 4 * MOST_SCORED, SIZE, 9))
     counts = []
     for number in range(2):
-        scheduler.add(number, [5] * (MOST_SCORED + 9), 1, scored=number == 1)
+        scheduler.add(Request(number, [5] * (MOST_SCORED + 9), 1, scored=number == 1))
         while (batch := scheduler.schedule()) is not None:
             counts += [(feed.start, feed.count) for feed in batch.feeds]
             scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
@@ -413,7 +396,7 @@ def test_scored_prompts_share_the_logits_of_an_iteration() -> None:
     cache = PrefixCache(BlockPool(1, 400, SIZE))
     scheduler = Scheduler(cache, SchedulerConfig(8, 4 * MOST_SCORED, SIZE, 9))
     for number in range(3):
-        scheduler.add(number, [number] * (MOST_SCORED - 50), 1, scored=number < 2)
+        scheduler.add(Request(number, [number] * (MOST_SCORED - 50), 1, scored=number < 2))
     fed = []
     while (batch := scheduler.schedule()) is not None:
         fed.append([(feed.sequence, feed.start, feed.count) for feed in batch.feeds])

@@ -11,9 +11,11 @@ from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.report import describe_steps
+from distca.schedule.serving.request import Request
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.schedule.serving.scheduler import Scheduler
 from support.engines import changed
 from support.token_engine import token_settings
@@ -34,7 +36,7 @@ def found(
     scheduler, before, each = Scheduler(cache, LIMITS, b"model", sparse_salt), 0, []
     dense: list[set[bool]] = []
     for number, length in enumerate(lengths):
-        scheduler.add(number, [7] * length, 12)
+        scheduler.add(Request(number, [7] * length, 12))
         dense.append(set())
         while (batch := scheduler.schedule()) is not None:
             dense[-1] |= {feed.dense for feed in batch.feeds}
@@ -72,7 +74,9 @@ def test_nothing_is_dropped_of_short_prompts(dense: tuple[bool, bool]) -> None:
     random = np.random.default_rng(0)
     sizes = [(0, 90, dense[0]), (33, 40, dense[1]), (41, 1, False)]
     parts = [
-        BatchEntry(number, start, count, random.integers(0, 4, -(-(start + count) // SIZE)), whole)
+        ScheduledTokens(
+            number, start, count, random.integers(0, 4, -(-(start + count) // SIZE)), whole
+        )
         for number, (start, count, whole) in enumerate(sizes)
     ]
     made = plan_iteration(parts, [Mask()], SIZE, 4, strategy)

@@ -72,7 +72,7 @@ def test_groups_that_the_scheduler_gives_are_those_of_the_plan() -> None:
     engine.add(0, [0] * 90_000, 1)
     fed = []
     while (begun := engine.begin()) is not None:
-        (entry,) = begun.entries
+        (entry,) = begun.batch.feeds
         assert {*entry.ranks.tolist()} == set(range(8))
         assert begun.seconds == pytest.approx(CLUSTER.times.seconds(8, entry.start, entry.count))
         fed.append(entry.count)

@@ -21,9 +21,10 @@ from distca.schedule.serving.batches import DecodeBatch
 from distca.schedule.serving.blocks import Block
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
-from distca.schedule.serving.iteration import BatchEntry, BatchPlan, plan_iteration
+from distca.schedule.serving.iteration import BatchPlan, plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.schedule.serving.steps import step_plan
 from distca.simulate import CLUSTERS
 from distca.simulate.requests import DecodeTimes, FittedCosts, PlannedCosts, SimulatedEngine
@@ -64,7 +65,7 @@ def arrivals() -> dict[int, list[tuple[int, list[int], int]]]:
     return found
 
 
-def said_entries(entries: list[BatchEntry]) -> list[Any]:
+def said_entries(entries: list[ScheduledTokens]) -> list[Any]:
     return [(e.sequence, e.start, e.count, e.ranks.tolist(), e.dense) for e in entries]
 
 
@@ -108,7 +109,7 @@ def run_on_a_rank(settings: Any, blocks: int) -> tuple[list[Told], int]:
     with mock.patch.object(workers, "plan_iteration", recording):
         while True:
             for number, prompt, most in coming.pop(len(told), ()):
-                engine.add(AddRequest(number, 0, prompt, SamplingParams(max_tokens=most)))
+                engine.add(AddRequest(number, prompt, SamplingParams(max_tokens=most)))
             begun = engine.schedule()
             if begun is None:
                 break
@@ -158,9 +159,7 @@ def test_the_simulated_engine_plans_as_the_real_one(
         BLOCK,
         settings.parallel.strategy,
     )
-    engine = SimulatedEngine(
-        settings.scheduler, costs, world_size, blocks, BLOCK, settings.cache.prefix_caching
-    )
+    engine = SimulatedEngine(settings.scheduler, costs, world_size, blocks, BLOCK)
     coming, number, nbytes = arrivals(), 0, 0
     while True:
         for request in coming.pop(number, ()):
@@ -172,11 +171,11 @@ def test_the_simulated_engine_plans_as_the_real_one(
         of_ranks = [told[number] for told, _ in found if told[number].plan]
         assert of_ranks, "nobody ran it"
         for told in of_ranks:
-            assert said_entries(list(begun.entries)) == told.entries, number
-            assert said(costs.plan(begun.entries)) == told.plan, number
-        moves = [(m.sequence, m.index, *m.source, *m.to) for m in begun.moves]
+            assert said_entries(list(begun.batch.feeds)) == told.entries, number
+            assert said(costs.plan(begun.batch.feeds)) == told.plan, number
+        moves = [(m.sequence, m.index, *m.source, *m.to) for m in begun.batch.moves]
         assert moves == real[number].moves
-        moved = costs.bytes_moved(begun.entries, begun.moves)
+        moved = costs.bytes_moved(begun.batch.feeds, begun.batch.moves)
         assert moved == real[number].nbytes, number
         assert begun.seconds > 0
         nbytes, number = nbytes + moved, number + 1
@@ -206,7 +205,7 @@ def test_decoded_tokens_cost_what_their_plan_in_steps_does() -> None:
     ranks, size = 4, 16
     drawn = np.random.default_rng(0)
     entries = [
-        BatchEntry(n, int(start), 1, drawn.integers(0, ranks, start // size + 1))
+        ScheduledTokens(n, int(start), 1, drawn.integers(0, ranks, start // size + 1))
         for n, start in enumerate(drawn.integers(1, 900, 7))
     ]
     model = replace(MODELS["llama-8b"], layers=3)
@@ -233,7 +232,7 @@ def test_decoded_tokens_cost_what_their_plan_in_steps_does() -> None:
     assert sum(int(each.sum()) for each in sent.values()) == moved
 
 
-def held_of(entries: list[BatchEntry], size: int, ranks: int):
+def held_of(entries: list[ScheduledTokens], size: int, ranks: int):
     from distca.schedule.serving.iteration import _owned
 
     return _owned([(each, 0, each.start) for each in entries], size, ranks)
@@ -242,22 +241,22 @@ def held_of(entries: list[BatchEntry], size: int, ranks: int):
 def test_fitted_seconds_add_up_on_shared_ranks() -> None:
     costs = FittedCosts(TIMES, DecodeTimes(0.5, 0.001), 4, BLOCK)
     blocks = {ranks: np.array(sorted(ranks) * 2) for ranks in ((0,), (1,), (0, 1), (2, 3))}
-    alone = BatchEntry(0, 0, 8, blocks[0,]), BatchEntry(1, 0, 6, blocks[1,])
+    alone = ScheduledTokens(0, 0, 8, blocks[0,]), ScheduledTokens(1, 0, 6, blocks[1,])
     assert costs.seconds(alone, []) == pytest.approx(8.0), "on different ranks at once"
-    both = BatchEntry(2, 8, 8, blocks[0, 1])
+    both = ScheduledTokens(2, 8, 8, blocks[0, 1])
     assert costs.seconds([*alone, both], []) == pytest.approx(8.0 + 5.0 + 4.0)
-    apart = BatchEntry(3, 0, 6, blocks[2, 3])
+    apart = ScheduledTokens(3, 0, 6, blocks[2, 3])
     assert costs.seconds([both, apart], []) == pytest.approx(9.0)
     # Three ranks were not measured: two were.
-    three = BatchEntry(4, 0, 12, np.array([0, 1, 2]))
+    three = ScheduledTokens(4, 0, 12, np.array([0, 1, 2]))
     assert costs.seconds([three], []) == pytest.approx(5.0 + 6.0)
-    decoded = BatchEntry(5, 7, 1, np.array([0, 3]))
+    decoded = ScheduledTokens(5, 7, 1, np.array([0, 3]))
     assert costs.seconds([decoded], []) == pytest.approx(0.5 + 0.004)
 
 
 def test_moves_of_blocks_take_their_bytes() -> None:
     costs = PlannedCosts(InferenceCosts(MODELS["llama-8b"], CLUSTERS["dgx-h100"]), 2, 16)
-    entry = BatchEntry(0, 64, 64, np.array([0, 1] * 4))
+    entry = ScheduledTokens(0, 64, 64, np.array([0, 1] * 4))
     moves = [BlockTransfer(0, n, Block(0, n), Block(1, n)) for n in range(3)]
     assert costs.seconds([entry], moves) > costs.seconds([entry], [])
     shape: AttentionShape = costs.costs.shape

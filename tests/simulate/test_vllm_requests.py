@@ -9,7 +9,8 @@ import pytest
 
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.simulate import CLUSTERS
 from distca.simulate.requests import Request, RequestTrace
 from distca.simulate.requests.vllm import PrefillRanks, Replicas, answer, room_of
@@ -28,7 +29,7 @@ def trace(*requests: tuple[float, int, int]) -> RequestTrace:
 def test_a_step_of_vllm_takes_what_one_of_our_ranks_takes(start: int, count: int) -> None:
     """Its peers are charged alike, but for our merging and copies, which take little."""
     owners = np.zeros(-(-(start + count) // 128), dtype=np.int64)
-    plan = plan_iteration([BatchEntry(0, start, count, owners)], (Mask(),), 128, 1, "pass-kv")
+    plan = plan_iteration([ScheduledTokens(0, start, count, owners)], (Mask(),), 128, 1, "pass-kv")
     assert plan.prefill is not None
     stepped = plan.prefill.plans.of(0, Mask())
     ours = simulate_step([stepped] * MODEL.layers, COSTS).seconds

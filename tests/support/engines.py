@@ -194,7 +194,7 @@ def changed(settings: EngineConfig, **changes: Any) -> EngineConfig:
             continue
         (part,) = (
             each
-            for each in ("model", "parallel", "cache")
+            for each in ("model", "scheduler", "parallel", "cache")
             if hasattr(getattr(settings, each), name)
         )
         values = replace(getattr(settings, part), **{name: value})
@@ -204,13 +204,13 @@ def changed(settings: EngineConfig, **changes: Any) -> EngineConfig:
 
 def one_process(loaded: Any, submit: tuple) -> list[int]:
     """Tokens of a sequence as transformers' own attention has them, all fed again for each."""
-    _, choice, prompt, sampling, penalties = submit
+    number, prompt, sampling, penalties = submit
     answer: list[int] = []
     while len(answer) < sampling.max_tokens:
         with torch.no_grad():
             logits = loaded(torch.tensor([prompt + answer])).logits[0, -1]
         changed = penalties.apply(logits, prompt, answer)
-        answer.append(sampling.choose(changed, choice, len(prompt) + len(answer)))
+        answer.append(sampling.choose(changed, number, len(prompt) + len(answer)))
         if answer[-1] in (sampling.stops or ()):
             break
     return answer

@@ -63,7 +63,7 @@ def generate_on_a_rank(
     before: dict[int, list[int]] = {}
     for new in turns:
         prompts = {number: before.get(number, []) + ids for number, ids in new.items()}
-        requests = [AddRequest(n, n, ids, sampling) for n, ids in prompts.items()]
+        requests = [AddRequest(n, ids, sampling) for n, ids in prompts.items()]
         answers = llm.answer(requests)
         before |= {number: ids + answers[number].token_ids for number, ids in prompts.items()}
         found.turns.append(answers)

@@ -11,6 +11,7 @@ from distca.schedule.serving.cdsp import Chunk, Coefficients, PrefillModel, Pref
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.request import Request
 from distca.schedule.serving.scheduled import SchedulerOutput
 from distca.schedule.serving.scheduler import Scheduler
 
@@ -80,8 +81,8 @@ class Walk:
             blocks,
         )
         self.longest = longest
-        self.cache = PrefixCache(BlockPool(ranks, blocks, SIZE), enabled)
-        limits = SchedulerConfig(4, 16, SIZE, 9, servers, growing=growing)
+        self.cache = PrefixCache(BlockPool(ranks, blocks, SIZE))
+        limits = SchedulerConfig(4, 16, SIZE, 9, servers, growing=growing, prefix_caching=enabled)
         self.growing = growing
         self.scheduler = Scheduler(self.cache, limits, b"model")
         self.tokens: dict[int, list[int]] = {}
@@ -99,7 +100,7 @@ class Walk:
         for each in numbers:
             new, scored = self.chance.randint(1, 12), each == leader and self.chance.random() < 0.3
             given = None if each == leader else leader
-            self.scheduler.add(each, prompt, new, leader=given, scored=scored)
+            self.scheduler.add(Request(each, prompt, new, leader=given, scored=scored))
             self.tokens[each] = list(prompt)
         self.number += choices
 

@@ -15,18 +15,15 @@ import numpy as np
 import torch
 
 from distca.inference.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from distca.inference.messages import (
-    AddRequest,
-    Iteration,
-    ModelOutput,
-    SampledToken,
-    Scores,
-)
+from distca.inference.messages import AddRequest, Iteration, ModelOutput, SampledToken
 from distca.inference.sampling import TokenLogprobs
 from distca.schedule.serving.blocks import Block
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.request import Request
 from support.small_models import VOCABULARY
+
+Scores = dict[int, dict[int, TokenLogprobs]]
+"""Log-probabilities of tokens of prompts by their positions, by sequence."""
 
 
 def token_settings(
@@ -40,9 +37,9 @@ def token_settings(
     """Settings of an engine without a model; sequences of 12 tokens are long."""
     return EngineConfig(
         ModelConfig("no model", "float32", (None,), positions, 1 << 20, b"salt"),
-        SchedulerConfig(sequences, tokens, block_size, threshold=12),
+        SchedulerConfig(sequences, tokens, block_size, threshold=12, prefix_caching=caching),
         ParallelConfig(world_size),
-        CacheConfig(block_size, 1 << 20, prefix_caching=caching),
+        CacheConfig(block_size, 1 << 20),
     )
 
 
@@ -50,7 +47,7 @@ def choose(of: AddRequest, prompt: int, tokens: Sequence[int]) -> SampledToken:
     """Chooses the token that follows `tokens`, of which the first are a prompt."""
     logits = _logits(tokens)
     changed = of.penalties.apply(logits, tokens[:prompt], tokens[prompt:])
-    token = of.sampling.choose(changed, of.choice, len(tokens))
+    token = of.sampling.choose(changed, of.number, len(tokens))
     told = None if of.logprobs is None else TokenLogprobs.of(logits, token, of.logprobs)
     return SampledToken(of.number, token, told)
 
@@ -113,14 +110,14 @@ class TokenWorkers:
         for rank in sorted(begun.members):
             told = ModelOutput(chosen, 0, scores)
             done[rank] = told
-            chosen, scores = [], []
+            chosen, scores = [], {}
         return done
 
-    def _run(self, iteration: Iteration) -> tuple[list[SampledToken], list[Scores]]:
+    def _run(self, iteration: Iteration) -> tuple[list[SampledToken], Scores]:
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
         for number in iteration.drop:
-            del self.held[number]
+            self.held.pop(number, None)
         for asked, request in iteration.admitted:
             self.held[asked.number] = _Held(asked, request)
             self.admitted[asked.number] += 1
@@ -131,16 +128,15 @@ class TokenWorkers:
                 block = sequence.blocks[position // self._size]
                 rows = self._rows.setdefault(block, [-1] * self._size)
                 rows[position % self._size] = sequence.request.tokens[position]
-        chosen, scores = [], []
+        chosen, scores = [], Scores()
         for feed in iteration.batch.feeds:
             sequence = self.held[feed.sequence]
             prompt = len(sequence.asked.tokens)
             if sequence.request.scored:
                 end = min(feed.start + feed.count, prompt - 1)
-                found = right_scores(sequence.asked, feed.start, end)
-                scores.append(Scores(feed.sequence, found))
+                scores[feed.sequence] = right_scores(sequence.asked, feed.start, end)
             if feed.samples:
                 rows = [row for block in sequence.blocks for row in self._rows[block]]
                 seen = rows[: feed.start + feed.count]
                 chosen.append(choose(sequence.asked, prompt, seen))
-        return chosen, [each for each in scores if each.tokens]
+        return chosen, {number: found for number, found in scores.items() if found}

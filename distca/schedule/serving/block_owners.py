@@ -46,7 +46,7 @@ class BlockOwners:
             each: sequence.
             others: homes of the other sequences that run.
         """
-        held = [block.rank for block in each.blocks]
+        held = each.blocks.ranks.tolist()
         return min(
             self._computing,
             key=lambda rank: (
@@ -75,7 +75,7 @@ class BlockOwners:
         part = np.arange(count) * 2 * ranks // count
         owners = np.minimum(part, 2 * ranks - 1 - part)
         if count % (2 * ranks):
-            held = np.array([sum(block.rank == rank for block in each.blocks) for rank in group])
+            held = np.bincount(each.blocks.ranks, minlength=max(group) + 1)[members]
             more = np.bincount(owners, minlength=ranks)
             owners += min(range(ranks), key=lambda by: int(np.ptp(held + np.roll(more, by))))
         return [*map(int, members[owners % ranks])]

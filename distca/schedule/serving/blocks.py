@@ -17,11 +17,12 @@ import hashlib
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from distca.cost.volume import AttentionShape
+from distca.plan.span import Int64s
 
 Blocks = tuple[tuple[int, ...], ...]
 """Numbers of blocks, by rank."""
@@ -126,6 +127,46 @@ class Block(NamedTuple):
     number: int
 
 
+class SequenceBlocks(Sequence[Block]):
+    """The blocks of a sequence, in the order of positions. The scheduler alone changes them.
+
+    Args:
+        blocks: the first ones.
+
+    Attributes:
+        ranks: the rank that owns each, int64 `[blocks]`.
+    """
+
+    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+        self._blocks = list(blocks)
+        self.ranks: Int64s = np.array([block.rank for block in self._blocks], dtype=np.int64)
+
+    def extend(self, blocks: Iterable[Block]) -> None:
+        """Adds blocks behind the others."""
+        count = len(self._blocks)
+        self._blocks += blocks
+        new = np.array([block.rank for block in self._blocks[count:]], dtype=np.int64)
+        self.ranks = np.concatenate([self.ranks, new])
+
+    def replace(self, index: int, block: Block) -> None:
+        """Puts a block in the place of another."""
+        self._blocks[index], self.ranks[index] = block, block.rank
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Returns the numbers of a rank's blocks."""
+        return [block.number for block in self._blocks if block.rank == rank]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        return self._blocks[index]
+
+
 def extend_digests(
     known: Sequence[bytes], tokens: Sequence[int], block_size: int, salt: bytes
 ) -> list[bytes]:
@@ -154,14 +195,13 @@ class PrefixCache:
 
     Args:
         pool: pool that nobody else takes blocks from.
-        enabled: whether blocks are kept for whoever comes; else for those alone that wait for them.
 
     Attributes:
-        pool, enabled: see above.
+        pool: see above.
     """
 
-    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
-        self.pool, self.enabled = pool, enabled
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
         self._by_digest: dict[bytes, Block] = {}
         self._digests: dict[Block, bytes] = {}
         # Blocks without another holder, by rank, the least recently used first.
@@ -189,15 +229,14 @@ class PrefixCache:
             self._evict(rank)
         return Block(rank, self.pool.take(rank))
 
-    def find(self, wanted: Iterable[bytes], waited: bool = False) -> list[Block]:
+    def find(self, wanted: Iterable[bytes]) -> list[Block]:
         """Returns the blocks of the longest prefix that is kept, and makes the caller a holder.
 
         Args:
             wanted: digests of the prefix.
-            waited: whether blocks count that are kept for those alone that wait for them.
         """
         blocks: list[Block] = []
-        for digest in wanted if self.enabled or waited else ():
+        for digest in wanted:
             block = self._by_digest.get(digest)
             if block is None:
                 break
@@ -206,25 +245,17 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def keep(self, block: Block, digest: bytes, waited: bool = False) -> None:
+    def keep(self, block: Block, digest: bytes) -> None:
         """Keeps a full block that is computed, unless one with the same digest is kept already.
 
         Args:
             block: block.
             digest: what it is found by.
-            waited: whether someone waits for it, so that it is kept in any case: see `let_go`.
         """
-        wanted = self.enabled or waited
-        if wanted and digest not in self._by_digest and block not in self._digests:
+        if digest not in self._by_digest and block not in self._digests:
             self._by_digest[digest] = block
             self._digests[block] = digest
             self.pool.share(block.rank, [block.number])
-
-    def let_go(self, waited: Iterable[bytes]) -> None:
-        """Forgets blocks for which nobody waits any more, unless all are kept."""
-        for digest in () if self.enabled else waited:
-            if digest in self._by_digest:
-                self._forget(self._by_digest[digest])
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Ends the holding of a sequence's blocks, in its order: its last are given back first."""
@@ -242,7 +273,7 @@ class PrefixCache:
         to = self.take(rank)
         if (digest := self._digests.get(block)) is not None:
             self._forget(block)
-            self.keep(to, digest, waited=True)
+            self.keep(to, digest)
         self.pool.release(block.rank, [block.number])
         return to
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from distca.schedule.serving.blocks import PrefixCache
+from distca.schedule.serving.blocks import PrefixCache, SequenceBlocks
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.cdsp.pieces import Piece, cut_at_blocks
@@ -70,7 +70,7 @@ class GroupGiver:
         if len(each.tokens) < self._limits.threshold:
             return
         # Ranks without weights are in no group.
-        holders = frozenset(block.rank for block in each.blocks if block.rank < self._ranks)
+        holders = frozenset(rank for rank in each.blocks.ranks.tolist() if rank < self._ranks)
         left = len(each.tokens) - each.computed
         if each.group is not None:
             each.pieces = (Piece(each.computed, len(each.tokens), each.group),)
@@ -84,7 +84,7 @@ class GroupGiver:
         if each.pieces[0].start < each.computed:
             # It is computed sooner without the ranks that hold its beginning.
             self._cache.release(each.blocks)
-            each.blocks, each.computed = [], 0
+            each.blocks, each.computed = SequenceBlocks(), 0
 
     def _queued(self, running: Iterable[Request]) -> list[float]:
         """Seconds for which each rank still has prompts to compute."""

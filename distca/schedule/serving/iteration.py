@@ -15,25 +15,7 @@ from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
 from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
-
-
-@dataclass(frozen=True)
-class BatchEntry:
-    """A sequence's part of an iteration.
-
-    Attributes:
-        sequence: number of the sequence.
-        start: position of the first token that is fed.
-        count: tokens that are fed.
-        ranks: owners of the sequence's blocks, those of its new tokens included, int64 `[blocks]`.
-        dense: whether nothing is dropped of its chunks, whatever the strategy.
-    """
-
-    sequence: int
-    start: int
-    count: int
-    ranks: Int64s
-    dense: bool = False
+from distca.schedule.serving.scheduled import ScheduledTokens
 
 
 @dataclass(frozen=True)
@@ -59,25 +41,25 @@ class BatchPlan:
 
 
 def rows_on_ranks(
-    entries: Sequence[BatchEntry], ends: Int64s, block_size: int, world_size: int
+    feeds: Sequence[ScheduledTokens], ends: Int64s, block_size: int, world_size: int
 ) -> Int64s:
     """Returns the rows of the positions before `ends[i]` of sequence `i` on each rank.
 
-    Shapes `[entries]`, `[entries]` -> int64 `[entries, ranks]`.
+    Shapes `[feeds]`, `[feeds]` -> int64 `[feeds, ranks]`.
     """
     if world_size == 1:
         return ends[:, None]
-    table = np.zeros((len(entries), world_size), dtype=np.int64)
-    for rows, entry, end in zip(table, entries, ends.tolist(), strict=True):
+    table = np.zeros((len(feeds), world_size), dtype=np.int64)
+    for rows, feed, end in zip(table, feeds, ends.tolist(), strict=True):
         full, rest = divmod(end, block_size)
-        rows += np.bincount(entry.ranks[:full], minlength=world_size) * block_size
+        rows += np.bincount(feed.ranks[:full], minlength=world_size) * block_size
         if rest:
-            rows[entry.ranks[full]] += rest
+            rows[feed.ranks[full]] += rest
     return table
 
 
 def plan_iteration(
-    entries: Sequence[BatchEntry],
+    feeds: Sequence[ScheduledTokens],
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
@@ -87,15 +69,15 @@ def plan_iteration(
     """Plans an iteration.
 
     Args:
-        entries: what is fed, at least one.
+        feeds: what is fed, at least one.
         masks: masks of the model's layers.
         block_size: positions of a block.
         world_size: ranks that there are.
         strategy: what travels in chunks of prompts, or who chooses it.
         head_groups: groups of heads that sp-ntp scatters.
     """
-    decoded = [entry for entry in entries if entry.count == 1 and entry.start]
-    chunked = [entry for entry in entries if entry.count > 1 or not entry.start]
+    decoded = [feed for feed in feeds if feed.count == 1 and feed.start]
+    chunked = [feed for feed in feeds if feed.count > 1 or not feed.start]
     members: set[int] = set()
     new_tokens = np.zeros(world_size, dtype=np.int64)
     prefill = decode = None
@@ -113,16 +95,16 @@ def plan_iteration(
 
 
 def _plan_prefill(
-    entries: Sequence[BatchEntry],
+    feeds: Sequence[ScheduledTokens],
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
     strategy: PrefillStrategy,
     head_groups: int,
 ) -> PrefillBatch:
-    held = _owned([(entry, 0, entry.start) for entry in entries], block_size, world_size)
+    held = _owned([(feed, 0, feed.start) for feed in feeds], block_size, world_size)
     new = _owned(
-        [(entry, entry.start, entry.start + entry.count) for entry in entries],
+        [(feed, feed.start, feed.start + feed.count) for feed in feeds],
         block_size,
         world_size,
     )
@@ -130,38 +112,38 @@ def _plan_prefill(
     if not isinstance(strategy, str) and len({*held.rank.tolist(), *new.rank.tolist()}) == 1:
         # Nothing travels: short requests do not wait for a choice.
         strategy = "pass-kv"
-    dense = np.array([entry.dense for entry in entries])
+    dense = np.array([feed.dense for feed in feeds])
     plans = plan_layers(held, new, masks, strategy, dense, head_groups)
-    starts = np.array([entry.start for entry in entries], dtype=np.int64)
-    before = rows_on_ranks(entries, starts, block_size, world_size)
-    return PrefillBatch(tuple(entry.sequence for entry in entries), plans, new, before)
+    starts = np.array([feed.start for feed in feeds], dtype=np.int64)
+    before = rows_on_ranks(feeds, starts, block_size, world_size)
+    return PrefillBatch(tuple(feed.sequence for feed in feeds), plans, new, before)
 
 
 def _plan_decode(
-    entries: Sequence[BatchEntry], masks: Sequence[Mask], block_size: int, world_size: int
+    feeds: Sequence[ScheduledTokens], masks: Sequence[Mask], block_size: int, world_size: int
 ) -> DecodeBatch:
-    positions = np.array([entry.start for entry in entries], dtype=np.int64)
+    positions = np.array([feed.start for feed in feeds], dtype=np.int64)
 
     def rows(ends: Int64s) -> Int64s:
-        return rows_on_ranks(entries, ends, block_size, world_size)
+        return rows_on_ranks(feeds, ends, block_size, world_size)
 
     return DecodeBatch(
-        tuple(entry.sequence for entry in entries),
+        tuple(feed.sequence for feed in feeds),
         positions,
-        np.array([entry.ranks[entry.start // block_size] for entry in entries], dtype=np.int64),
+        np.array([feed.ranks[feed.start // block_size] for feed in feeds], dtype=np.int64),
         rows(positions),
         {mask: rows(mask.first_key(positions)) for mask in masks},
     )
 
 
 def _owned(
-    spans: Sequence[tuple[BatchEntry, int, int]], block_size: int, world_size: int
+    spans: Sequence[tuple[ScheduledTokens, int, int]], block_size: int, world_size: int
 ) -> Placement:
     """Owners of spans `[start, end)` of sequences; neighbouring blocks of a rank are one piece."""
     columns = []
-    for document, (entry, start, end) in enumerate(spans):
+    for document, (feed, start, end) in enumerate(spans):
         blocks = np.arange(start // block_size, -(-end // block_size))
-        rank = entry.ranks[blocks]
+        rank = feed.ranks[blocks]
         opens = np.flatnonzero(np.diff(rank, prepend=-1))
         starts = np.maximum(blocks[opens] * block_size, start)
         ends = np.append(starts[1:], end)[: len(starts)]

@@ -25,6 +25,7 @@ class SchedulerConfig:
         evens_out: whether blocks move once a prompt is computed, until all ranks hold equal shares,
             as a chain does not leave them.
         growing: how each long sequence is given ranks of its own; None: it has all ranks.
+        prefix_caching: whether full blocks are kept for sequences that come later.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -38,6 +39,7 @@ class SchedulerConfig:
     chain: Chain | Levels | None = None
     evens_out: bool = False
     growing: GrowingGroups | None = None
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

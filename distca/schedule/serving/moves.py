@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from distca.schedule.serving.blocks import Block, PrefixCache
+from distca.schedule.serving.blocks import Block, PrefixCache, SequenceBlocks
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Movable(Protocol):
     """What is known of a sequence whose blocks move."""
 
     number: int
-    blocks: list[Block]
+    blocks: SequenceBlocks
     settled: int
 
     @property
@@ -109,7 +109,7 @@ class Mover:
         """
         moves, ranks = [], sorted(range(self._computing) if group is None else group)
         for each in sequences:
-            held = Counter(block.rank for block in each.blocks)
+            held = Counter(each.blocks.ranks.tolist())
             mine: dict[int, list[int]] = {rank: [] for rank in ranks}
             for index, block in enumerate(each.blocks[: each.full]):
                 if block.rank in mine and self._cache.has_one_holder(block):
@@ -133,5 +133,6 @@ class Mover:
 
     def _move(self, each: Movable, index: int, rank: int) -> BlockTransfer:
         source = each.blocks[index]
-        to = each.blocks[index] = self._cache.relocate(source, rank)
+        to = self._cache.relocate(source, rank)
+        each.blocks.replace(index, to)
         return BlockTransfer(each.number, index, source, to)

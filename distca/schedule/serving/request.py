@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distca.schedule.serving.blocks import Block
+from distca.schedule.serving.blocks import SequenceBlocks
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.partitions import Chain
@@ -15,96 +15,82 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why an answer has ended: by a token that ends answers, by its length, or at someone's wish."""
 
 
-def finish_of(
-    tokens: Sequence[int], most: int, fewest: int, stops: frozenset[int]
-) -> FinishReason | None:
-    """Says why an answer ends with its last token; None: it goes on.
-
-    Args:
-        tokens: prompt, and the answer so far.
-        most: most tokens of both.
-        fewest: fewest tokens of both that `stops` may end.
-        stops: tokens that end an answer.
-    """
-    if tokens[-1] in stops and len(tokens) > fewest:
-        return "stop"
-    return "length" if len(tokens) == most else None
-
-
-@dataclass
-class SharedPrompt:
-    """A prompt with several answers, once it is computed.
-
-    Attributes:
-        digests: digests of its full blocks.
-        waiting: sequences that have not taken its blocks yet.
-    """
-
-    digests: Sequence[bytes]
-    waiting: int
-
-
 @dataclass
 class Request:
-    """A sequence from its arrival to its end.
+    """A sequence from its arrival to its end: what is asked for, and behind that how far it is.
 
     Attributes:
-        number: number, by which the engine knows it.
-        tokens: prompt, and the answer so far.
-        prompt: tokens of the prompt.
-        most: most tokens of prompt and answer.
+        number: a number that no other sequence has.
+        tokens: prompt, at least one token, and the answer so far.
+        most_new: most tokens of the answer; 0: none is chosen, and the blocks of the prompt are
+            held once it is computed, until it is aborted.
         stops: tokens that end the answer.
-        fewest: fewest tokens of prompt and answer that `stops` may end.
+        fewest_new: fewest tokens of an answer that `stops` may end.
+        leader: sequence with the same prompt, which computes it, and is added later; None: itself
+            does.
+        scored: whether all tokens of its prompt are to be computed, since they are scored.
+        chain: chain that shares out the prompt, however short it is; None: that of the limits.
+        group: ranks that compute all of the prompt, where groups grow; None: they are planned.
+        priority: sequences of a lower number are admitted before those of a higher one.
+        salt: what its keys and values depend on beside its tokens and the model; only sequences of
+            the same salt share blocks.
+        arrived: time of the arrival in seconds, which never goes back.
+        prompt: tokens of the prompt.
         computed: tokens whose keys and values its blocks hold, while it runs.
         blocks: its blocks, in the order of positions.
         digests: digests of its full blocks as far as they are known.
         home: rank of a short sequence.
         fed: tokens that the iteration under way feeds.
         preempted: times that it gave up its blocks.
-        scored: whether all tokens of its prompt are to be computed, since they are scored.
-        prefix: prompt that others computed for it; None: there is none.
         block_size: tokens of a block.
-        chain: chain that shares out the prompt; None: that of all sequences.
-        group: ranks that compute all of the prompt, where groups grow; None: they are planned.
         settled: full blocks of which it is known whether they move.
         evened_out: whether its blocks have been moved so that ranks hold equal shares.
         pieces: chunks of a prompt that has ranks of its own, with these ranks.
-        priority: sequences of a lower number are admitted before those of a higher one.
-        salt: what its keys and values depend on beside its tokens and the model.
     """
 
     number: int
     tokens: list[int]
-    prompt: int
-    most: int
-    stops: frozenset[int]
-    fewest: int = 0
-    computed: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-    home: int = 0
-    fed: int = 0
-    preempted: int = 0
+    most_new: int
+    stops: frozenset[int] = frozenset()
+    fewest_new: int = 0
+    leader: int | None = None
     scored: bool = False
-    prefix: SharedPrompt | None = None
-    block_size: int = 1
     chain: Chain | None = None
     group: Ranks | None = None
-    settled: int = 0
-    evened_out: bool = False
-    pieces: Sequence[Piece] = ()
     priority: int = 0
     salt: bytes = b""
+    arrived: float = 0.0
+    prompt: int = field(init=False)
+    computed: int = field(default=0, init=False)
+    blocks: SequenceBlocks = field(default_factory=SequenceBlocks, init=False)
+    digests: list[bytes] = field(default_factory=list, init=False)
+    home: int = field(default=0, init=False)
+    fed: int = field(default=0, init=False)
+    preempted: int = field(default=0, init=False)
+    block_size: int = field(default=1, init=False)
+    settled: int = field(default=0, init=False)
+    evened_out: bool = field(default=False, init=False)
+    pieces: Sequence[Piece] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        assert self.tokens, "a sequence needs tokens"
+        assert self.most_new >= 0, "an answer has no fewer than no tokens"
+        self.prompt = len(self.tokens)
+        # The answer is added to them.
+        self.tokens = list(self.tokens)
 
     @property
     def holds(self) -> bool:
         """Whether only its prompt is computed, for others that read its blocks."""
-        return self.most == self.prompt
+        return not self.most_new
 
     @property
     def finish(self) -> FinishReason | None:
         """Why the answer has ended with its last token; None: it goes on."""
-        return finish_of(self.tokens, self.most, self.fewest, self.stops)
+        new = len(self.tokens) - self.prompt
+        if self.tokens[-1] in self.stops and new > self.fewest_new:
+            return "stop"
+        return "length" if new == self.most_new else None
 
     @property
     def left(self) -> Sequence[Piece]:

@@ -6,7 +6,9 @@ arrival. If there are no blocks for one that runs, the youngest sequence of the 
 preempted: it gives up its blocks and is computed again. The prefix cache may have most of them.
 
 A prompt may be computed for someone else, who answers it: no token is chosen, its blocks are held
-until `abort` releases them, and it is admitted once there are blocks for all of it.
+until `abort` releases them, and it is admitted once there are blocks for all of it. One prompt's
+answers share what is computed of it: one of them leads, and the others wait until it has computed
+the prompt, and then find its blocks in the prefix cache.
 
 The rank that owns a block computes its tokens. Blocks of a short sequence lie on one rank, its
 *home*, which computes it alone. Each chunk's blocks of a long one are shared out in zigzag, and
@@ -18,16 +20,14 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from distca.schedule.serving.block_owners import BlockOwners
-from distca.schedule.serving.blocks import PrefixCache, extend_digests
-from distca.schedule.serving.cdsp.groups import Ranks
+from distca.schedule.serving.blocks import PrefixCache, SequenceBlocks, extend_digests
 from distca.schedule.serving.growing_groups import GroupGiver, grown
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
-from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.request import Request, SharedPrompt
+from distca.schedule.serving.request import Request
 from distca.schedule.serving.scheduled import ScheduledTokens, SchedulerOutput, TokenUpdate
 
 MOST_SCORED = 256
@@ -77,6 +77,8 @@ class Scheduler:
         self._preempted: list[int] = []
         # Sequences that wait until another has computed the prompt that they share, by its number.
         self._followers: dict[int, list[Request]] = {}
+        # Prompts of several answers, which share their blocks with no other prompt.
+        self._families = 0
         self.preemptions = self.looked_up = self.found = 0
 
     @property
@@ -99,54 +101,16 @@ class Scheduler:
         """Most tokens of a sequence whose keys and values all ranks' pools can hold."""
         return self._cache.pool.blocks_per_rank * self._world_size * self._block_size
 
-    def add(
-        self,
-        number: int,
-        tokens: Sequence[int],
-        most_new: int,
-        stops: frozenset[int] = frozenset(),
-        fewest_new: int = 0,
-        leader: int | None = None,
-        scored: bool = False,
-        chain: Chain | None = None,
-        priority: int = 0,
-        salt: bytes = b"",
-        arrived: float = 0.0,
-        group: Ranks | None = None,
-    ) -> Request:
-        """Adds a sequence.
-
-        One prompt's answers share what is computed of it: one of them leads, and is added last.
-
-        Args:
-            number: a number that no other sequence has.
-            tokens: prompt, at least one token.
-            most_new: most tokens of the answer; 0: none is chosen, and the blocks of the prompt are
-                held once it is computed, until `abort`.
-            stops: tokens that end the answer.
-            fewest_new: fewest tokens of an answer that they may end.
-            leader: sequence with the same prompt, which computes it; None: itself does.
-            scored: whether all tokens of the prompt are to be computed, since they are scored.
-            chain: chain that shares out the prompt, however short it is; None: that of the limits.
-            priority: sequences of a lower number are admitted before those of a higher one.
-            salt: what else the keys and values depend on; only sequences of the same salt share
-                blocks.
-            arrived: time of the arrival in seconds, which never goes back.
-            group: ranks that compute all of the prompt, where groups grow; None: they are planned.
-
-        Returns:
-            The sequence, which says how far it is until it ends.
+    def add(self, each: Request) -> None:
+        """Adds a sequence, which says how far it is until it ends.
 
         Raises:
             ValueError: its keys and values could never be held.
         """
-        assert tokens, "a sequence needs tokens"
-        assert most_new >= 0, "an answer has no fewer than no tokens"
-        most = len(tokens) + most_new
         # The last token of an answer is never fed.
-        fed = max(most - 1, len(tokens))
+        fed = each.prompt + max(each.most_new - 1, 0)
         # A prompt that is held has all its blocks at once, and new ones lie where ranks compute.
-        ranks = self._world_size if most_new else len(self._computing)
+        ranks = len(self._computing) if each.holds else self._world_size
         room = self.capacity // self._world_size * ranks
         if fed > room:
             raise ValueError(
@@ -154,18 +118,17 @@ class Scheduler:
                 "the ranks can hold: shorten the prompt, ask for fewer tokens, or raise "
                 "--kv-cache-memory-bytes"
             )
-        prompt = list(tokens)
-        fewest = len(prompt) + fewest_new
-        each = Request(number, prompt, len(prompt), most, stops, fewest, scored=scored)
-        each.block_size, each.chain, each.group = self._block_size, chain, group
-        each.priority, each.salt = priority, salt
+        each.block_size = self._block_size
         if self._groups is not None:
-            self._groups.arrived(arrived)
-        if leader is None:
-            self._wait(each)
-        else:
-            self._followers.setdefault(leader, []).append(each)
-        return each
+            self._groups.arrived(each.arrived)
+        if each.leader is not None:
+            self._followers.setdefault(each.leader, []).append(each)
+            return
+        if each.number in self._followers and not self._limits.prefix_caching:
+            # Nobody but the answers to this prompt finds its blocks.
+            self._families += 1
+            each.salt += self._families.to_bytes(8)
+        self._wait(each)
 
     def abort(self, number: int) -> bool:
         """Ends a sequence in whatever state it is; returns whether there was one.
@@ -176,7 +139,6 @@ class Scheduler:
             if each.number == number:
                 self._waiting.remove(each)
                 self._preempted = [other for other in self._preempted if other != number]
-                self._leave_prefix(each)
                 self._hand_over(each)
                 return True
         if number in self._held:
@@ -187,7 +149,7 @@ class Scheduler:
                 if each.number == number:
                     followers.remove(each)
                     if not followers:
-                        self._let_go(leader)
+                        del self._followers[leader]
                     return True
         for each in self._running:
             if each.number == number and number not in self._aborted:
@@ -255,7 +217,6 @@ class Scheduler:
             self._running.append(each)
             self.looked_up += len(each.tokens)
             self.found += each.computed
-            self._leave_prefix(each)
             homes = [other.home for other in self._running if other is not each]
             each.home = self._owners.home(each, homes)
             feeds.append(self._feed(each, count, admitted=True))
@@ -291,10 +252,10 @@ class Scheduler:
             before = each.full
             each.computed += feed.count
             leads = each.number in self._followers
-            if each.full > before and (self._cache.enabled or leads):
+            if each.full > before and (self._limits.prefix_caching or leads):
                 self._extend_digests(each)
                 for full in range(before, each.full):
-                    self._cache.keep(each.blocks[full], each.digests[full], waited=leads)
+                    self._cache.keep(each.blocks[full], each.digests[full])
             if each.holds and each.computed == len(each.tokens):
                 self._running.remove(each)
                 self._held[each.number] = each
@@ -313,45 +274,19 @@ class Scheduler:
 
     def _share_prompt(self, each: Request) -> None:
         """Lets those go on that wait for a prompt, which is computed."""
-        followers = self._followers.pop(each.number)
-        prefix = SharedPrompt(list(each.digests), len(followers))
-        for follower in followers:
-            follower.prefix = prefix
-        for follower in reversed(followers):
+        for follower in reversed(self._followers.pop(each.number)):
+            follower.salt = each.salt
             self._wait(follower, first=True)
 
     def _hand_over(self, each: Request) -> None:
         """Lets another sequence compute a prompt, where the one that was to has been aborted."""
-        followers = self._followers.pop(each.number, None)
-        if followers is None:
-            return
-        first, *rest = followers
-        self._wait(first, first=True)
-        if rest:
-            self._followers[first.number] = rest
-        else:
-            self._forget_prompt(each)
-
-    def _let_go(self, leader: int) -> None:
-        """Notes that nobody waits any more for a sequence's prompt."""
-        del self._followers[leader]
-        for each in (*self._waiting, *self._running):
-            if each.number == leader:
-                self._forget_prompt(each)
-
-    def _forget_prompt(self, each: Request) -> None:
-        """Lets go what is kept of a prompt for those that waited for it."""
-        # One that was to lead and never ran has no digests yet; a leader before it left blocks.
-        self._extend_digests(each)
-        self._cache.let_go(each.digests)
-
-    def _leave_prefix(self, each: Request) -> None:
-        """Notes that a sequence waits no more for the blocks of its prompt."""
-        prefix, each.prefix = each.prefix, None
-        if prefix is not None:
-            prefix.waiting -= 1
-            if not prefix.waiting:
-                self._cache.let_go(prefix.digests)
+        followers = self._followers.pop(each.number, [])
+        if followers:
+            first, *rest = followers
+            first.salt = each.salt
+            self._wait(first, first=True)
+            if rest:
+                self._followers[first.number] = rest
 
     def _append(self, each: Request, token: int) -> TokenUpdate:
         """Adds a token to an answer, and ends it if it was its last."""
@@ -370,8 +305,10 @@ class Scheduler:
         each.fed = count
         samples = not each.holds and each.computed + count == len(each.tokens)
         new = tuple(each.blocks[known:])
-        dense = self._is_dense(each)
-        return ScheduledTokens(each.number, each.computed, count, samples, new, admitted, dense)
+        dense, ranks = self._is_dense(each), each.blocks.ranks
+        return ScheduledTokens(
+            each.number, each.computed, count, ranks, dense, samples, new, admitted
+        )
 
     def _is_dense(self, each: Request) -> bool:
         """Whether nothing is dropped of a sequence: its prompt is short, its answer may be long."""
@@ -450,10 +387,12 @@ class Scheduler:
         if not missing:
             # As for most decoded tokens.
             return
+        new = []
         for rank in self._owners.of_new_blocks(each, count, missing):
             if not self._cache.available(rank):
                 rank = max(self._computing, key=self._cache.available)
-            each.blocks.append(self._cache.take(rank))
+            new.append(self._cache.take(rank))
+        each.blocks.extend(new)
 
     def _extend_digests(self, each: Request) -> None:
         salt = self._salt if self._is_dense(each) else self._sparse_salt
@@ -462,11 +401,12 @@ class Scheduler:
 
     def _look_up(self, each: Request) -> None:
         """Finds the blocks of a sequence's longest prefix; its last token is always computed."""
-        waited = each.prefix is not None or each.number in self._followers
-        if self._cache.enabled or waited:
+        answers = each.leader is not None or each.number in self._followers
+        full = 0
+        if not each.scored and (self._limits.prefix_caching or answers):
             self._extend_digests(each)
-        full = 0 if each.scored else (len(each.tokens) - 1) // self._block_size
-        each.blocks = self._cache.find(each.digests[:full], waited)
+            full = (len(each.tokens) - 1) // self._block_size
+        each.blocks = SequenceBlocks(self._cache.find(each.digests[:full]))
         each.computed = len(each.blocks) * self._block_size
 
     def _wait(self, each: Request, first: bool = False) -> None:
@@ -497,4 +437,5 @@ class Scheduler:
 
     def _give_back(self, each: Request) -> None:
         self._cache.release(each.blocks)
-        each.blocks, each.settled, each.evened_out, each.pieces = [], 0, False, ()
+        each.blocks, each.pieces = SequenceBlocks(), ()
+        each.settled, each.evened_out = 0, False

@@ -12,14 +12,10 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.volume import Messages
 from distca.schedule.serving.batches import Batch
 from distca.schedule.serving.cdsp import PrefillTimes
-from distca.schedule.serving.iteration import (
-    BatchEntry,
-    BatchPlan,
-    plan_iteration,
-    rows_on_ranks,
-)
+from distca.schedule.serving.iteration import BatchPlan, plan_iteration, rows_on_ranks
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.moves import BlockTransfer
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.iterations import simulate_iteration
 
@@ -27,11 +23,11 @@ from distca.simulate.serving.iterations import simulate_iteration
 class IterationCosts(Protocol):
     """What says how long an iteration takes."""
 
-    def seconds(self, entries: Sequence[BatchEntry], moves: Sequence[BlockTransfer]) -> float:
+    def seconds(self, feeds: Sequence[ScheduledTokens], moves: Sequence[BlockTransfer]) -> float:
         """Predicts the seconds of an iteration, until all ranks have ended it.
 
         Args:
-            entries: what is fed, at least one.
+            feeds: what is fed, at least one.
             moves: blocks that change their rank before.
         """
         ...
@@ -57,10 +53,10 @@ class PlannedCosts:
     head_groups: int = 1
     cost_model: CostModel | None = None
 
-    def plan(self, entries: Sequence[BatchEntry]) -> BatchPlan:
+    def plan(self, feeds: Sequence[ScheduledTokens]) -> BatchPlan:
         """Plans an iteration, as workers do."""
         return plan_iteration(
-            entries,
+            feeds,
             self.costs.model.masks.masks,
             self.block_size,
             self.world_size,
@@ -68,21 +64,21 @@ class PlannedCosts:
             self.head_groups,
         )
 
-    def seconds(self, entries: Sequence[BatchEntry], moves: Sequence[BlockTransfer]) -> float:
+    def seconds(self, feeds: Sequence[ScheduledTokens], moves: Sequence[BlockTransfer]) -> float:
         """See `IterationCosts.seconds`."""
         nbytes = np.zeros((self.world_size, self.world_size), dtype=np.int64)
         for move in moves:
             nbytes[move.source.rank, move.to.rank] += self._block_bytes
         moved = Messages.of_matrix(nbytes) if moves else None
-        found = simulate_iteration(self.plan(entries), self.costs, self.cost_model, moved)
+        found = simulate_iteration(self.plan(feeds), self.costs, self.cost_model, moved)
         return float(found.clock.max())
 
-    def bytes_moved(self, entries: Sequence[BatchEntry], moves: Sequence[BlockTransfer]) -> int:
+    def bytes_moved(self, feeds: Sequence[ScheduledTokens], moves: Sequence[BlockTransfer]) -> int:
         """Returns the bytes that ranks send each other in an iteration, moves of blocks included;
         arguments as for `seconds`."""
         model, size = self.costs.model, self.costs.tensor_parallel
         windows = [model.masks.of_layer(layer).window_left for layer in range(model.layers)]
-        batch = Batch(self.plan(entries).parts)
+        batch = Batch(self.plan(feeds).parts)
         planned = batch.bytes_by_sequence(windows, self.costs.shape, size)
         return sum(planned) + len(moves) * self._block_bytes * model.layers * size
 
@@ -129,10 +125,10 @@ class FittedCosts:
     world_size: int
     block_size: int
 
-    def seconds(self, entries: Sequence[BatchEntry], moves: Sequence[BlockTransfer]) -> float:
+    def seconds(self, feeds: Sequence[ScheduledTokens], moves: Sequence[BlockTransfer]) -> float:
         """See `IterationCosts.seconds`."""
         free, decodes = [0.0] * self.world_size, []
-        for each in entries:
+        for each in feeds:
             if each.count == 1 and each.start:
                 decodes.append(each)
                 continue

@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
-from distca.schedule.serving.iteration import BatchEntry
 from distca.schedule.serving.limits import SchedulerConfig
-from distca.schedule.serving.moves import BlockTransfer
-from distca.schedule.serving.scheduled import BlockRanks, SchedulerOutput, TokenUpdate
+from distca.schedule.serving.request import Request
+from distca.schedule.serving.scheduled import SchedulerOutput, TokenUpdate
 from distca.schedule.serving.scheduler import Scheduler
 from distca.simulate.requests.costs import IterationCosts
 
@@ -26,20 +23,12 @@ class SimulatedIteration:
     """An iteration that has begun.
 
     Attributes:
-        batch: what the scheduler decided.
-        entries: what is fed, and who owns the blocks, as workers plan by it; empty where blocks
-            move and nothing is fed.
+        batch: what the scheduler decided; nothing may be fed where blocks move.
         seconds: seconds that it takes.
     """
 
     batch: SchedulerOutput
-    entries: tuple[BatchEntry, ...]
     seconds: float
-
-    @property
-    def moves(self) -> Sequence[BlockTransfer]:
-        """Blocks that change their rank before."""
-        return self.batch.moves
 
 
 class SimulatedEngine:
@@ -51,11 +40,9 @@ class SimulatedEngine:
         world_size: ranks that share a sequence's keys and values.
         blocks: blocks of each rank.
         block_size: tokens of a block.
-        prefix_caching: whether full blocks are kept for other sequences.
 
     Attributes:
         scheduler: decides what iterations feed.
-        ranks: owners of the blocks of sequences that run or are held.
     """
 
     def __init__(
@@ -65,12 +52,10 @@ class SimulatedEngine:
         world_size: int,
         blocks: int,
         block_size: int,
-        prefix_caching: bool = False,
     ) -> None:
         self._costs = costs
-        cache = PrefixCache(BlockPool(world_size, blocks, block_size), prefix_caching)
+        cache = PrefixCache(BlockPool(world_size, blocks, block_size))
         self.scheduler = Scheduler(cache, limits)
-        self.ranks = BlockRanks()
         self._running: SchedulerOutput | None = None
 
     @property
@@ -90,14 +75,11 @@ class SimulatedEngine:
         Raises:
             ValueError: its keys and values could never be held.
         """
-        self.scheduler.add(number, tokens, most_new, arrived=arrived)
+        self.scheduler.add(Request(number, [*tokens], most_new, arrived=arrived))
 
     def abort(self, number: int) -> bool:
         """Ends a request in whatever state it is; returns whether there was one."""
-        found = self.scheduler.abort(number)
-        if found:
-            self.ranks.forget(number)
-        return found
+        return self.scheduler.abort(number)
 
     def begin(self) -> SimulatedIteration | None:
         """Begins the next iteration; None: there is nothing to do."""
@@ -106,19 +88,8 @@ class SimulatedEngine:
         if batch is None:
             return None
         self._running = batch
-        self.ranks.take(batch)
-        entries = tuple(
-            BatchEntry(
-                feed.sequence,
-                feed.start,
-                feed.count,
-                np.array(self.ranks.of(feed.sequence), dtype=np.int64),
-                feed.dense,
-            )
-            for feed in batch.feeds
-        )
-        seconds = self._costs.seconds(entries, batch.moves) if entries else 0.0
-        return SimulatedIteration(batch, entries, seconds)
+        seconds = self._costs.seconds(batch.feeds, batch.moves) if batch.feeds else 0.0
+        return SimulatedIteration(batch, seconds)
 
     def end(self, chosen: Mapping[int, int] | None = None) -> list[TokenUpdate]:
         """Ends the iteration.
@@ -133,8 +104,4 @@ class SimulatedEngine:
         assert batch is not None, "no iteration is under way"
         if chosen is None:
             chosen = {feed.sequence: 0 for feed in batch.feeds if feed.samples}
-        updates = self.scheduler.advance(batch, chosen)
-        for update in updates:
-            if update.finish:
-                self.ranks.forget(update.sequence)
-        return updates
+        return self.scheduler.advance(batch, chosen)

@@ -31,7 +31,12 @@ def make_engine(
     ranks, size = cluster.prefill_ranks, cluster.block_size
     growing = _groups(cluster, strategy, rates)
     limits = SchedulerConfig(
-        cluster.max_num_seqs, cluster.max_num_batched_tokens, size, threshold=0, growing=growing
+        cluster.max_num_seqs,
+        cluster.max_num_batched_tokens,
+        size,
+        threshold=0,
+        growing=growing,
+        prefix_caching=False,
     )
     costs = FittedCosts(cluster.times, cluster.decode_times, ranks, size)
     return SimulatedEngine(limits, costs, ranks, max(cluster.prefill_tokens // size, 1), size)

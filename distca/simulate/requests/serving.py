@@ -209,7 +209,7 @@ class _Simulation:
         if begun is None:
             return
         for feed in begun.batch.feeds:
-            ranks = len(self._engine.ranks.holders(feed.sequence))
+            ranks = len({*feed.ranks.tolist()})
             self._ranks[feed.sequence] = ranks
             for _, chunk in self._part(feed.sequence, feed.start, feed.start + feed.count):
                 chunk.started, chunk.ranks = min(chunk.started, self._now), ranks

@@ -126,7 +126,7 @@ class PrefillRanks:
     def engine(self) -> SimulatedEngine:
         """Makes the ranks' engine."""
         size, number = self.block_size, self.number
-        limits = SchedulerConfig(self.sequences, self.tokens, size, 0)
+        limits = SchedulerConfig(self.sequences, self.tokens, size, 0, prefix_caching=False)
         costs = PlannedCosts(self.costs, number, size, self.strategy)
         return SimulatedEngine(limits, costs, number, room_of(self.costs) // size, size)
 
@@ -348,7 +348,7 @@ class _Run:
     def _iterated(self, begun: SimulatedIteration, start: float) -> None:
         assert self._engine is not None
         self._engine.end()
-        for entry in begun.entries:
+        for entry in begun.batch.feeds:
             each = self._sequences[entry.sequence]
             landed = self._send(each, entry.count, start)
             if entry.start + entry.count == each.request.prompt - 1:

@@ -14,10 +14,11 @@ from distca.cost.volume import Messages
 from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache
 from distca.schedule.serving.cdsp.pieces import Piece
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.request import Request
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.schedule.serving.steps import Strategy
 from distca.simulate.outcome import Outcome
 from distca.simulate.serving.costs import InferenceCosts
@@ -48,13 +49,14 @@ def grow_blocks(pieces: Sequence[Piece], cache: PrefixCache) -> list[PieceBlocks
     limits = SchedulerConfig(1, end, size, 0)
     owners = BlockOwners(cache, range(cache.pool.world_size), limits)
     mover = Mover(cache, limits.servers, size)
-    request = Request(0, [0] * end, end, end + 1, frozenset(), block_size=size, pieces=pieces)
+    request = Request(0, [0] * end, 1)
+    request.block_size, request.pieces = size, pieces
     found = []
     for piece in pieces:
         moves = mover.even_out([request], piece.ranks)
         missing = -(-piece.end // size) - len(request.blocks)
         ranks = owners.of_new_blocks(request, piece.end - piece.start, missing)
-        request.blocks += map(cache.take, ranks)
+        request.blocks.extend(map(cache.take, ranks))
         request.computed = piece.end
         found.append(PieceBlocks(tuple(request.blocks), tuple(moves)))
     return found
@@ -111,7 +113,7 @@ def simulate_growth(
     def step(number: int, moves: Messages | None) -> Outcome:
         piece = pieces[number]
         owners = np.array([block.rank for block in given[number].blocks], dtype=np.int64)
-        part = BatchEntry(0, piece.start, piece.end - piece.start, owners)
+        part = ScheduledTokens(0, piece.start, piece.end - piece.start, owners)
         masks = costs.model.masks
         plan = plan_iteration([part], masks.masks, block_size, everyone, strategy)
         assert plan.prefill is not None

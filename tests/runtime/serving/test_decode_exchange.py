@@ -20,7 +20,8 @@ from distca.runtime.serving.kv_pool import BlockTables, KVCache
 from distca.schedule.program import LayerGroup, tick_program
 from distca.schedule.serving import step_plan
 from distca.schedule.serving.batches import DecodeBatch
-from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.iteration import plan_iteration
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.transport import CollectiveTransport
 from support.ranks import Ranks
 from support.served_rows import taken_rows
@@ -54,7 +55,7 @@ class Sequences:
     def decode(self, masks: list[Mask]) -> DecodeBatch:
         """Plans the step that feeds the next token of each."""
         entries = [
-            BatchEntry(number, length, 1, owners)
+            ScheduledTokens(number, length, 1, owners)
             for number, length, owners in zip(
                 self._numbers, self._lengths, self._owners, strict=True
             )

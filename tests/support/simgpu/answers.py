@@ -132,9 +132,7 @@ def answers_of(
     log: list[Any] = []
     steps: list[list[Any]] = []
     changed = Penalties(**(penalties or {}))  # type: ignore[arg-type]
-    requests = [
-        AddRequest(each, each, prompt, sampling, changed) for each, prompt in enumerate(prompts)
-    ]
+    requests = [AddRequest(each, prompt, sampling, changed) for each, prompt in enumerate(prompts)]
     for batch in [requests] if at_once else [[each] for each in requests]:
         told.steps = []
         told.start()
