@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement, SteppedPlan
+from distca.plan.span import Floats
 from distca.schedule.serving import (
     STRATEGIES,
-    EmpiricalRule,
     PaperRule,
     Strategy,
     nobody_holds,
@@ -361,6 +361,48 @@ def _layer_seconds(gb_per_s: float, held_and_new: tuple[Placement, Placement]) -
         selector.seconds(step_plan(*held_and_new, each, Mask(), in_steps=True))
         for each in STRATEGIES
     ]
+
+
+@dataclass(frozen=True)
+class EmpiricalRule:
+    """Appendix D's form: pass-KV where `a log T + b log(T / (T + P)) + c` is positive.
+
+    The published coefficients (-1.059, 1.145, 12.112) choose the same side for all rows of the
+    paper's own Table 4, in any logarithm, so the form is fitted to times.
+
+    Attributes:
+        of_new: a.
+        of_share: b.
+        constant: c.
+    """
+
+    of_new: float
+    of_share: float
+    constant: float
+
+    @staticmethod
+    def fitted(new: Floats, cached: Floats, pass_kv: Floats, pass_q: Floats) -> EmpiricalRule:
+        """Fits the logarithm of how many times as long pass-Q takes, by least squares.
+
+        Args:
+            new: new tokens of each prefill, `[prefills]`.
+            cached: cached tokens.
+            pass_kv: seconds with pass-KV.
+            pass_q: seconds with pass-Q.
+        """
+        columns = np.stack([*_features(new, cached), np.ones(len(new))], axis=1)
+        solution = np.linalg.lstsq(columns, np.log(pass_q / pass_kv), rcond=None)[0]
+        return EmpiricalRule(*map(float, solution))
+
+    def of_tokens(self, new: int, cached: int) -> Strategy:
+        """Returns the choice for one sequence."""
+        of_new, of_share = _features(np.array(float(new)), np.array(float(cached)))
+        value = self.of_new * of_new + self.of_share * of_share + self.constant
+        return "pass-kv" if value > 0 else "pass-q"
+
+
+def _features(new: Floats, cached: Floats) -> tuple[Floats, Floats]:
+    return np.log(new), np.log(new / (new + cached))
 
 
 def _rules(

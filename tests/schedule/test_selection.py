@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.serving.context_parallel import EmpiricalRule
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
 from distca.plan import Placement, SteppedPlan
-from distca.schedule.serving import EmpiricalRule, PaperRule, Strategy, shard_evenly
+from distca.schedule.serving import PaperRule, Strategy, shard_evenly
 
 LLAMA = MODELS["llama-405b"].attention_shape()
 # Nodes of 8 GPUs: 800 TFLOP/s and 50 GB/s each; 4 nodes.

@@ -22,7 +22,6 @@ All are pure functions of values, and import no torch.
 
 from distca.schedule.serving.selection import (
     SELECTORS,
-    EmpiricalRule,
     PaperRule,
     Planned,
     Selector,
@@ -42,7 +41,6 @@ from distca.schedule.serving.steps import (
 __all__ = [
     "SELECTORS",
     "STRATEGIES",
-    "EmpiricalRule",
     "PaperRule",
     "Planned",
     "Selector",

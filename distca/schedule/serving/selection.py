@@ -1,4 +1,4 @@
-"""Choice of a prefill's strategy: the paper's rules, and a form that is fitted to times.
+"""Choice of a prefill's strategy by the paper's rules.
 
 The rules are those of context parallelism of Meta's, Section 3.4 and Appendices C and D. They are
 closed forms of one ring step: a rank has `T / N` queries and `(T + P) / N` keys of one sequence
@@ -16,7 +16,6 @@ import numpy as np
 
 from distca.cost.volume import AttentionShape
 from distca.plan import Placement, SteppedPlan
-from distca.plan.span import Floats
 from distca.schedule.serving.steps import Strategy
 
 SelectorName = Literal["simulated", "paper"]
@@ -100,45 +99,3 @@ class PaperRule:
 
 def _of_same(held: Placement, new: Placement) -> Placement:
     return held.select(np.isin(held.document, new.document))
-
-
-@dataclass(frozen=True)
-class EmpiricalRule:
-    """Appendix D's form: pass-KV where `a log T + b log(T / (T + P)) + c` is positive.
-
-    The published coefficients (-1.059, 1.145, 12.112) choose the same side for all rows of the
-    paper's own Table 4, in any logarithm, so the form is fitted to times.
-
-    Attributes:
-        of_new: a.
-        of_share: b.
-        constant: c.
-    """
-
-    of_new: float
-    of_share: float
-    constant: float
-
-    @staticmethod
-    def fitted(new: Floats, cached: Floats, pass_kv: Floats, pass_q: Floats) -> EmpiricalRule:
-        """Fits the logarithm of how many times as long pass-Q takes, by least squares.
-
-        Args:
-            new: new tokens of each prefill, `[prefills]`.
-            cached: cached tokens.
-            pass_kv: seconds with pass-KV.
-            pass_q: seconds with pass-Q.
-        """
-        columns = np.stack([*_features(new, cached), np.ones(len(new))], axis=1)
-        solution = np.linalg.lstsq(columns, np.log(pass_q / pass_kv), rcond=None)[0]
-        return EmpiricalRule(*map(float, solution))
-
-    def of_tokens(self, new: int, cached: int) -> Strategy:
-        """Returns the choice for one sequence."""
-        of_new, of_share = _features(np.array(float(new)), np.array(float(cached)))
-        value = self.of_new * of_new + self.of_share * of_share + self.constant
-        return "pass-kv" if value > 0 else "pass-q"
-
-
-def _features(new: Floats, cached: Floats) -> tuple[Floats, Floats]:
-    return np.log(new), np.log(new / (new + cached))
