@@ -24,6 +24,7 @@ from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
+from distca.machine import check_processes
 from distca.prefill.address import check_host
 from distca.torchrun import Torchrun, read_torchrun
 from distca.wording import counted, install
@@ -259,11 +260,8 @@ def _configuration(args: argparse.Namespace) -> tuple[ServedModel, str, EngineCo
     positions = args.max_model_len or model.positions
     config = replace(config, model=replace(config.model, positions=min(positions, model.positions)))
     # torchrun's ranks may lie on several machines.
-    if 0 < gpus < config.processes and read_torchrun() is None:
-        raise ValueError(
-            f"{config.processes} processes need a GPU each, but there are {gpus}: use fewer, or "
-            "CUDA_VISIBLE_DEVICES= to run on CPUs"
-        )
+    if read_torchrun() is None:
+        check_processes(config.processes, gpus, f"{config.processes} processes of ranks")
     return model, told, config
 
 

@@ -24,6 +24,10 @@ class NotFiniteError(ValueError):
         super().__init__(f"sequence {sequence}: {why}")
         self.sequence, self.why = sequence, why
 
+    def __reduce__(self) -> tuple[type[NotFiniteError], tuple[int, str]]:
+        """How it travels between processes."""
+        return NotFiniteError, (self.sequence, self.why)
+
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:

@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from distca.inference.config import EngineConfig
-from distca.inference.finite import NotFiniteError
 from distca.inference.llm import LLM
 from distca.inference.messages import AddRequest
 from distca.inference.outputs import Completion, OnToken
 from distca.inference.sampling import SamplingParams
 from distca.lifetime import start_process
+from distca.machine import check_processes
 from distca.runtime import Trace
 from distca.scratch import ScratchFolder
 from distca.timeline import TimelineEvent
+
+T = TypeVar("T")
 
 _SECONDS_TO_END = 5.0
 
@@ -45,19 +48,18 @@ class RankProcesses:
         config: configuration of the engine.
         records: whether ranks record a timeline.
 
+    Attributes:
+        capacity: most tokens of a prompt and its answer whose keys and values all ranks can hold.
+
     Raises:
-        ValueError: there are fewer GPUs than ranks.
+        ValueError: the machine cannot run so many; none has started.
         RankError: a rank cannot start.
     """
 
     def __init__(self, config: EngineConfig, records: bool = False) -> None:
         count = config.processes
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if 0 < gpus < count:
-            raise ValueError(
-                f"{count} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
-                "CUDA_VISIBLE_DEVICES= to run on CPUs"
-            )
+        check_processes(count, gpus, f"{count} processes of ranks")
         self._folder = ScratchFolder("distca-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -67,7 +69,8 @@ class RankProcesses:
                 ours, theirs = Pipe()
                 self._pipes.append(ours)
                 start_process(self._processes, _serve, config, records, rank, store, pipe=theirs)
-            self._collect(lambda *_: None)
+            # Each tells it as soon as it has started.
+            self.capacity: int = self._collect()[0]
         except BaseException:
             self._end_now()
             raise
@@ -96,8 +99,9 @@ class RankProcesses:
             RankError: a rank failed or ended; none is left.
         """
         told = {number: list(tokens) for number, tokens in prompts.items()}
-        self._send(("answer", (told, sampling)))
-        return self._collect(on_token)[0]  # type: ignore[no-any-return]
+        self._send(_Rank.answer, told, sampling)
+        answers: dict[int, Completion] = self._collect(on_token)[0]
+        return answers
 
     def time_prefill(self, parts: Sequence[int]) -> tuple[float, float]:
         """Feeds a prompt over a chain of ranks, as `LLM.time_prefill` does.
@@ -108,8 +112,7 @@ class RankProcesses:
         Returns:
             Most CPU seconds of a process, and seconds until the last one has ended.
         """
-        self._send(("time prefill", tuple(parts)))
-        times = self._collect(lambda *_: None)
+        times = self._call(_Rank.time_prefill, tuple(parts))
         return max(cpu for cpu, _ in times), max(seconds for _, seconds in times)
 
     def time_group(self, ranks: int, tokens: int) -> float:
@@ -122,19 +125,16 @@ class RankProcesses:
         Returns:
             Seconds until the last one has ended.
         """
-        self._send(("time group", (ranks, tokens)))
-        return max(self._collect(lambda *_: None))
+        return max(self._call(_Rank.time_group, ranks, tokens))
 
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes that all ranks have sent so far: by the plans, and as transports counted them."""
-        self._send(("bytes moved", None))
-        counts = self._collect(lambda *_: None)
+        counts = self._call(_Rank.bytes_moved)
         return counts[0][0], sum(sent for _, sent in counts)
 
     def timelines(self) -> list[tuple[str, list[TimelineEvent]]]:
         """Name of each rank and its events so far, as `write_trace` takes them."""
-        self._send(("timeline", None))
-        return self._collect(lambda *_: None)
+        return self._call(_Rank.timeline)
 
     def close(self) -> None:
         """Ends all ranks, which have a few seconds to end by themselves."""
@@ -165,14 +165,19 @@ class RankProcesses:
         for pipe in self._pipes:
             pipe.close()
 
-    def _send(self, call: tuple[str, object]) -> None:
+    def _call(self, method: Callable[..., T], *args: object) -> list[T]:
+        """Calls a method of all ranks; returns what each returns."""
+        self._send(method, *args)
+        return self._collect()
+
+    def _send(self, method: Callable[..., object], *args: object) -> None:
         for rank, pipe in enumerate(self._pipes):
             try:
-                pipe.send(call)
+                pipe.send((method, args))
             except OSError:
                 raise self._ended(rank) from None
 
-    def _collect(self, on_token: OnToken) -> list[Any]:
+    def _collect(self, on_token: OnToken = lambda number, token: None) -> list[Any]:
         """Waits until all ranks have returned, and hands on what they tell meanwhile."""
         results: dict[int, Any] = {}
         refused: ValueError | None = None
@@ -181,20 +186,19 @@ class RankProcesses:
             for ready in wait([self._pipes[rank] for rank in missing]):
                 rank = next(r for r in missing if self._pipes[r] is ready)
                 try:
-                    kind, value = self._pipes[rank].recv()
+                    told = self._pipes[rank].recv()
                 except (EOFError, OSError):
                     raise self._ended(rank) from None
-                if kind == "token":
-                    on_token(*value)
-                elif kind == "failed":
-                    self._kill()
-                    raise RankError(f"rank {rank}: {value}")
-                else:
-                    results[rank] = value
-                    if kind == "refused":
-                        refused = ValueError(value)
-                    elif kind == "not finite":
-                        refused = NotFiniteError(*value)
+                match told:
+                    case _Token():
+                        on_token(*told)
+                    case RankError():
+                        self._kill()
+                        raise RankError(f"rank {rank}: {told}")
+                    case ValueError():
+                        results[rank], refused = None, told
+                    case _:
+                        results[rank] = told
         if refused:
             raise refused
         return [results[rank] for rank in range(len(self._pipes))]
@@ -214,49 +218,78 @@ class RankProcesses:
             process.join()
 
 
+class _Token(NamedTuple):
+    """A token that is told before the call that asks for it returns."""
+
+    number: int
+    token: int
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank in its process; `RankProcesses` calls its methods."""
+
+    llm: LLM
+    trace: Trace
+    name: str
+    number: int
+    pipe: Connection
+
+    def answer(
+        self, prompts: Mapping[int, list[int]], sampling: SamplingParams
+    ) -> dict[int, Completion] | None:
+        requests = [AddRequest(number, ids, sampling) for number, ids in prompts.items()]
+        if self.number:
+            # The first one tells what all have.
+            self.llm.answer(requests)
+            return None
+        return self.llm.answer(requests, lambda *told: self.pipe.send(_Token(*told)))
+
+    def time_prefill(self, parts: Sequence[int]) -> tuple[float, float]:
+        return self.llm.time_prefill(parts)
+
+    def time_group(self, ranks: int, tokens: int) -> float:
+        return self.llm.time_group(ranks, tokens)
+
+    def bytes_moved(self) -> tuple[int, int]:
+        return self.llm.bytes_planned, self.llm.bytes_sent
+
+    def timeline(self) -> tuple[str, list[TimelineEvent]]:
+        return self.name, self.trace.take(self.number)
+
+
 def _serve(config: EngineConfig, records: bool, rank: int, store: str, pipe: Connection) -> None:
     """Runs a rank: the main function of its process."""
     try:
-        llm, trace = _start(config, records, rank, store)
-        pipe.send(("started", None))
-
-        def tell(number: int, token: int) -> None:
-            if rank == 0:
-                pipe.send(("token", (number, token)))
-
+        context, tensor = divmod(rank, config.parallel.tensor_parallel_size)
+        name = f"rank {rank}: context {context}, tensor {tensor}"
+        served = _Rank(*start_rank(config, records, rank, store), name, rank, pipe)
+        pipe.send(served.llm.engine.scheduler.capacity)
         while True:
-            name, value = pipe.recv()
-            if name == "answer":
-                prompts, sampling = value
-                requests = [AddRequest(n, ids, sampling) for n, ids in prompts.items()]
-                try:
-                    answers = llm.answer(requests, tell)
-                except NotFiniteError as error:
-                    # All ranks find that, and go on.
-                    pipe.send(("not finite", (error.sequence, error.why)))
-                except ValueError as error:
-                    # All ranks find that, too, and nothing has run.
-                    pipe.send(("refused", str(error)))
-                else:
-                    pipe.send(("answers", answers if rank == 0 else None))
-            elif name == "time prefill":
-                pipe.send(("seconds", llm.time_prefill(value)))
-            elif name == "time group":
-                pipe.send(("seconds", llm.time_group(*value)))
-            elif name == "timeline":
-                pipe.send(("timeline", (_name(config, rank), trace.take(rank))))
-            else:
-                pipe.send(("bytes moved", (llm.bytes_planned, llm.bytes_sent)))
+            method, args = pipe.recv()
+            try:
+                found = method(served, *args)
+            except ValueError as error:
+                # All ranks find that a prompt is refused, or that logits are not finite, and go on.
+                found = error
+            pipe.send(found)
     except (EOFError, BrokenPipeError):
         return
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         line = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-        pipe.send(("failed", line))
+        pipe.send(RankError(line))
 
 
-def _start(config: EngineConfig, records: bool, rank: int, store: str) -> tuple[LLM, Trace]:
-    """Joins the other ranks, and loads the model."""
+def start_rank(config: EngineConfig, records: bool, rank: int, store: str) -> tuple[LLM, Trace]:
+    """Joins the other ranks, and loads the model.
+
+    Args:
+        config: configuration of the engine.
+        records: whether a timeline is recorded.
+        rank: number of this process.
+        store: file in which all of them meet.
+    """
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -270,8 +303,3 @@ def _start(config: EngineConfig, records: bool, rank: int, store: str) -> tuple[
     trace = Trace(device)
     trace.recording = records
     return LLM(config, trace), trace
-
-
-def _name(config: EngineConfig, rank: int) -> str:
-    context, tensor = divmod(rank, config.parallel.tensor_parallel_size)
-    return f"rank {rank}: context {context}, tensor {tensor}"

@@ -147,6 +147,7 @@ def test_ranks_that_end_leave_nobody_waiting(tmp_path: Path) -> None:
         (["--prefill-strategy", "sp-tp"], "invalid choice: 'sp-tp'"),
         (["--kv-cache-memory-bytes", "100"], "--kv-cache-memory-bytes 100 is less than a block"),
         (["--context-parallel-size", "0"], "--context-parallel-size 0: give at least 1"),
+        (["--context-parallel-size", "65"], "65 processes of ranks: give at most 64 on CPUs"),
         (["--max-num-seqs", "99999"], "raise --max-num-batched-tokens, or lower --max-num-seqs"),
         (["--partition", "0.5,0.5"], "--partition 0.5,0.5 needs --prefill-strategy runahead"),
     ],

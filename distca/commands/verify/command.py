@@ -22,11 +22,12 @@ from distca.commands.verify.report import (
 )
 from distca.commands.verify.stage import Line
 from distca.commands.verify.stages import STAGES
+from distca.machine import check_processes
 from distca.progress import progress
 from distca.torchrun import read_torchrun
 
 _NAMES = [stage.name for stage in STAGES]
-_ON_CPUS, _MOST_ON_CPUS = 2, 64
+_ON_CPUS = 2
 """Ranks on a machine without GPUs: how many by default, and at most."""
 _DESCRIPTION = """\
 Proves that DistCA works on this machine, stage by stage, and measures what it costs: kernels,
@@ -167,10 +168,7 @@ def _ranks(given: int | None) -> int:
     ranks = given if given is not None else gpus or _ON_CPUS
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")
-    if not gpus and ranks > _MOST_ON_CPUS:
-        raise ValueError(f"--ranks {ranks}: give at most {_MOST_ON_CPUS} on CPUs")
-    if 0 < gpus < ranks:
-        raise ValueError(f"--ranks {ranks}: each needs a GPU, and there are {gpus}")
+    check_processes(ranks, gpus, f"--ranks {ranks}")
     return ranks
 
 

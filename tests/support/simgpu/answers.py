@@ -126,7 +126,7 @@ def answers_of(
     sampling = SamplingParams(TOKENS, 0.0, 0, frozenset())
     told = _Tokens()
     store = f"{stores}/{Path(folder).name}"
-    llm, _ = rank_processes._start(config, False, rank, store)
+    llm, _ = rank_processes.start_rank(config, False, rank, store)
     # The first answer captures graphs and makes what is made once.
     tokens: list[list[int]] = []
     log: list[Any] = []
