@@ -161,7 +161,10 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns its exit status: 1 if `--check` finds a difference.
+    """Runs the command.
+
+    Returns:
+        The exit status: 1 if `--check` finds a difference, else 2 if a turn was not answered.
 
     Raises:
         ValueError: the flags, the model or the prompts cannot be used, or logits are not finite.
@@ -284,11 +287,15 @@ def main(argv: Sequence[str]) -> int:
             f"{sum(r['bytes_moved'] for r in rows):,} bytes moved; ranks started in "
             f"{loaded - begin:.1f} s\n"
         )
-    if not args.check:
-        return 0
-    found = compare(model, done, args.temperature == 0)
-    (sys.stderr.write if args.json else write)(f"{found.line}\n")
-    return 0 if found.holds else 1
+    ended = work.ended.values() if isinstance(work, Conversations) else ()
+    for why in ended:
+        sys.stderr.write(f"distca generate: {why}\n")
+    if args.check:
+        found = compare(model, done, args.temperature == 0)
+        (sys.stderr.write if args.json else write)(f"{found.line}\n")
+        if not found.holds:
+            return 1
+    return 2 if ended else 0
 
 
 def _write(text: str) -> None:

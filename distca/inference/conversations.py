@@ -74,6 +74,10 @@ class Conversations:
         conversations: messages of each.
         max_tokens: most tokens of an answer.
 
+    Attributes:
+        places: number of the conversation, and of the turn in it, of each answer of `run`.
+        ended: for each conversation that ended early which turn was not answered, and why.
+
     Raises:
         ValueError: there is no chat template, or nothing to answer.
     """
@@ -92,6 +96,8 @@ class Conversations:
             )
         self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
         self._conversations = [list(each) for each in conversations]
+        self.places: list[dict[str, int]] = []
+        self.ended: dict[int, str] = {}
         if not any(self._turns(each) for each in self._conversations):
             raise ValueError("no conversation ends with a message of the user: nothing to answer")
         for number, messages in enumerate(self._conversations):
@@ -111,15 +117,6 @@ class Conversations:
             if self._turns(each)
         ]
 
-    @property
-    def places(self) -> list[dict[str, int]]:
-        """Number of the conversation, and of the turn in it, of each answer that `run` returns."""
-        return [
-            {"conversation": number, "turn": turn}
-            for number, messages in enumerate(self._conversations)
-            for turn in range(len(self._turns(messages)))
-        ]
-
     @staticmethod
     def _turns(messages: Sequence[Message]) -> list[int]:
         """Numbers of the user's messages that no answer follows."""
@@ -135,8 +132,10 @@ class Conversations:
     ) -> list[RequestOutput]:
         """Answers all turns: those of the first conversation come first.
 
+        A conversation ends before a turn that has no room; its earlier answers are returned.
+
         Raises:
-            ValueError: a turn has no room, or the model's logits are not finite.
+            ValueError: the model's logits are not finite.
         """
         done: list[list[RequestOutput]] = [[] for _ in self._conversations]
         said: list[list[Message]] = [[] for _ in self._conversations]
@@ -145,11 +144,20 @@ class Conversations:
             prompts: dict[int, list[int]] = {}
             for number, messages in enumerate(self._conversations):
                 later = [turn for turn in self._turns(messages) if turn >= at[number]]
-                if later:
+                if later and number not in self.ended:
                     said[number] += messages[at[number] : later[0] + 1]
                     at[number] = later[0] + 1
-                    prompts[number] = self._tokens(number, said[number])
+                    try:
+                        prompts[number] = self._tokens(number, said[number], ranks.capacity)
+                    except ValueError as error:
+                        turn = f"turn {len(done[number])} of conversation {number}"
+                        self.ended[number] = f"{turn} is not answered: {error}"
             if not prompts:
+                self.places = [
+                    {"conversation": number, "turn": turn}
+                    for number, each in enumerate(done)
+                    for turn in range(len(each))
+                ]
                 return [answered for each in done for answered in each]
             with naming("conversation"):
                 answers = ranks.answer(prompts, sampling, on_token)
@@ -160,8 +168,15 @@ class Conversations:
     def _text(self, answer: Completion) -> str:
         return str(self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
 
-    def _tokens(self, number: int, messages: Sequence[Message]) -> list[int]:
-        """Token ids of messages as the model's template writes them."""
+    def _tokens(
+        self, number: int, messages: Sequence[Message], capacity: int | None = None
+    ) -> list[int]:
+        """Token ids of messages as the model's template writes them.
+
+        Raises:
+            ValueError: the template refuses them, or they have no room with an answer: not in the
+                model's positions, or not in `capacity`, the tokens that all ranks hold.
+        """
         from jinja2 import TemplateError
 
         try:
@@ -174,6 +189,13 @@ class Conversations:
             ) from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         check_tokens(self._model, ids, self._max_tokens, f"conversation {number}")
+        # The last token of an answer is never fed.
+        if capacity is not None and len(ids) + self._max_tokens - 1 > capacity:
+            raise ValueError(
+                f"conversation {number} has {len(ids):,} tokens, and the ranks have room for "
+                f"{capacity:,} with an answer of {self._max_tokens:,}: raise "
+                "--kv-cache-memory-bytes or --context-parallel-size, or lower --max-tokens"
+            )
         return ids
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from distca.commands.main import main
 from distca.inference.outputs import Completion, OnToken
 from distca.inference.rank_processes import RankProcesses
 from distca.inference.sampling import SamplingParams
@@ -70,6 +71,34 @@ def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None
             1,
             2,
         }
+
+
+@pytest.mark.parametrize(
+    ("chars", "flags", "why"),
+    [
+        (400, ["--kv-cache-memory-bytes", str(20 * 12288)], "the ranks have room for 320 with an"),
+        # With an answer of no tokens it would have had room.
+        (4015, [], "which with 40 new ones are more than the model's 4,096 positions"),
+    ],
+)
+def test_a_turn_without_room_ends_its_conversation_alone(
+    command, capsys, model: str, tmp_path: Path, chars: int, flags: list[str], why: str
+) -> None:
+    """Earlier answers and other conversations are told, and a line says which turn was not."""
+    chats, user = tmp_path / "chats.jsonl", {"role": "user"}
+    grows = [user | {"content": "Hi"}, user | {"content": "a" * chars}]
+    short = [user | {"content": "Hi"}, user | {"content": "again"}]
+    chats.write_text(f"{json.dumps(grows)}\n{json.dumps(short)}\n")
+    flags = [*flags, "--max-tokens", "40", "--json", "--ignore-eos"]
+    assert main(["generate", model, "--conversations", str(chats), *flags]) == 2
+    told = capsys.readouterr()
+    line = f"distca generate: turn 1 of conversation 0 is not answered: .*{why}.*\n"
+    assert re.search(line, told.err), told.err
+    answers = json.loads(told.out)
+    assert [(each["conversation"], each["turn"]) for each in answers] == [(0, 0), (1, 0), (1, 1)]
+    assert {len(each["token_ids"]) for each in answers} == {40}
+    # Before the conversation that grows had its second turn, both were asked the same.
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
 
 
 def test_blocks_move_through_memory_that_ranks_share(command, model: str, tmp_path: Path) -> None:
@@ -143,6 +172,10 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ([model, "--prompt", "a", "--trace", str(tmp_path / "no" / "t")], "a folder that there is"),
         ([str(tmp_path), "--prompt", "a"], "has no config.json"),
         ([model, "--prompt", "a", "--context-parallel-size", "0"], "give at least 1"),
+        (
+            [model, "--prompt", "a", "--context-parallel-size", "5000"],
+            "5000 processes of ranks: give at most 64 on CPUs",
+        ),
         (
             [model, "--prompt", "a", *"--context-parallel-size 2 --prefill-strategy sp-tp".split()],
             "give --tensor-parallel-size 2 and --context-parallel-size 1",
