@@ -63,6 +63,8 @@ class AttentionRunner:
 
     Attributes:
         pool: keys and values of this rank.
+        tables: blocks of the sequences.
+        kernel: kernel of this rank's device.
         watch: callbacks for the batches that begin from now on.
     """
 
@@ -78,21 +80,21 @@ class AttentionRunner:
         tensor_rank: int = 0,
     ) -> None:
         assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
-        self._kernel = core.kernel
+        self.kernel = core.kernel
         self._heads = slice(tensor_rank * shape.kv_heads, (tensor_rank + 1) * shape.kv_heads)
         self._core, self._windows, self._shape, self._device = core, windows, shape, device
-        self._tables, self._dtype = BlockTables(block_size, device), dtype
+        self.tables, self._dtype = BlockTables(block_size, device), dtype
         self.watch: LayerWatch | None = None
         self.resize_pool(blocks)
 
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
-        size = len(self._windows), blocks, self._tables.block_size
+        size = len(self._windows), blocks, self.tables.block_size
         self.pool = KVCache(*size, self._shape, self._dtype, self._device)
 
     def add_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
         """Adds blocks of this rank behind those that a sequence has here."""
-        self._tables.append(sequence, blocks)
+        self.tables.append(sequence, blocks)
 
     def begin(self, batch: Batch) -> ForwardContext:
         """Finds this rank's part of a batch, whose layers can then run. Collective."""
@@ -106,31 +108,21 @@ class AttentionRunner:
     def new_rows(self, batch: Batch) -> BatchRows:
         """Finds this rank's new tokens of a batch."""
         rank = self._core.transport.rank
-        return BatchRows([NewRows.of(part, rank, self._tables) for part in batch.parts])
+        return BatchRows([NewRows.of(part, rank, self.tables) for part in batch.parts])
 
     @property
     def alone(self) -> bool:
         """Whether all keys that this rank's queries see are its own."""
         return self._core.transport.world_size == 1
 
-    @property
-    def kernel(self) -> PagedKernel:
-        """Kernel of this rank's device."""
-        return self._kernel
-
-    @property
-    def tables(self) -> BlockTables:
-        """Blocks of the sequences."""
-        return self._tables
-
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""
-        self._tables.drop(sequence)
+        self.tables.drop(sequence)
 
     def _slots(self, sequences: Sequence[int], counts: Int64s) -> Int64s:
         """Slots of the first rows here of each sequence, those of one after the other."""
-        lines = np.repeat(self._tables.lines(sequences), counts)
-        return self._tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
+        lines = np.repeat(self.tables.lines(sequences), counts)
+        return self.tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
 
     def _parts(self, batch: Batch) -> list[_PartRun]:
         """Prepares this rank's work of each part of a batch: prefills, and decodes. Collective."""
@@ -182,11 +174,11 @@ class AttentionRunner:
         return copy_to(index, self._device)
 
     def _decode(self, part: DecodeBatch) -> _PartRun:
-        transport, kernel = self._core.transport, self._kernel
-        lines, calls = self._tables.lines(part.sequences), dict[Mask, _Attention]()
+        transport, kernel = self._core.transport, self.kernel
+        lines, calls = self.tables.lines(part.sequences), dict[Mask, _Attention]()
         for mask in part.hidden:
             exchange, keys = build_decode_exchange(
-                part, mask, transport.rank, self._tables, lines, self.pool.slots
+                part, mask, transport.rank, self.tables, lines, self.pool.slots
             )
             calls[mask] = _AtOnce(replace(self._core, kernel=OfPool(kernel, keys)), exchange)
         needed = decode_memory(len(part.sequences), transport.world_size, self._shape)

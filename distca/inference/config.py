@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import dataclass
 
 from distca.inference.transports import TransportName
-from distca.plan import Mask
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy
@@ -61,11 +60,6 @@ class ParallelConfig:
     transport: TransportName | None = None
     step_timeout: float = 600.0
 
-    @property
-    def processes(self) -> int:
-        """Processes of all ranks; those of a rank are neighbours."""
-        return self.world_size * self.tensor_parallel_size
-
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -115,7 +109,7 @@ class EngineConfig:
     @property
     def processes(self) -> int:
         """Processes of all ranks; those of a rank are neighbours."""
-        return self.parallel.processes
+        return self.parallel.world_size * self.parallel.tensor_parallel_size
 
     @property
     def members_only(self) -> bool:
@@ -131,8 +125,3 @@ class EngineConfig:
         """Whether blocks change their ranks."""
         scheduler = self.scheduler
         return scheduler.servers > 0 or scheduler.evens_out or scheduler.growing is not None
-
-    @property
-    def masks(self) -> tuple[Mask, ...]:
-        """The different masks of the layers."""
-        return tuple(Mask(window) for window in dict.fromkeys(self.model.windows))

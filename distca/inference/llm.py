@@ -184,7 +184,7 @@ class LLM:
         self._config, self._processes = config, Processes(config)
         self._worker = Worker(config, self._processes.device, trace)
         blocks = agreed_room(self._worker, config, self._processes)
-        self._worker.begin(blocks)
+        self._worker.runner.resize_pool(blocks)
         self._engine = Engine(config, blocks)
         # Answers that this process ends with the iteration under way, or the next.
         self._aborts: set[int] = set()
@@ -215,7 +215,7 @@ class LLM:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this process has sent to others, as its transports counted them."""
-        return self._worker.bytes_sent
+        return self._worker.runner.bytes_sent
 
     def generate(
         self,
@@ -461,7 +461,7 @@ class LLM:
         moved = Counter[int]()
         for move in begun.batch.moves:
             size = self._config.parallel.tensor_parallel_size
-            moved[move.sequence] += self._worker.block_bytes * size
+            moved[move.sequence] += self._worker.runner.block_bytes * size
         for each in done.values():
             moved.update(each.planned_bytes)
         self.bytes_planned += moved.total()

@@ -28,7 +28,6 @@ from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
-from distca.runtime.serving.kv_pool import KVCache
 from distca.schedule.serving.batches import Batch, DecodeBatch
 from distca.schedule.serving.blocks import block_bytes
 from distca.schedule.serving.csps.layouts import SplitModel
@@ -56,7 +55,9 @@ class ModelRunner:
         split: layers whose weights processes split, if they share the rows of prefills.
 
     Attributes:
+        device: device of the weights.
         block_bytes: bytes of a block, all layers of this process.
+        attention: pool and exchanges beside the model.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ModelRunner:
         mover: Transport | None = None,
         split: SplitModel | None = None,
     ) -> None:
-        self._served, self._device = model, device
+        self._served, self.device = model, device
         self._transport, self._mover = core.transport, mover
         self._split = split
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
@@ -84,7 +85,7 @@ class ModelRunner:
         if model.softcap is not None:
             assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
             core = replace(core, kernel=SoftCapped(core.kernel, model.softcap))
-        self._attention = AttentionRunner(
+        self.attention = AttentionRunner(
             core,
             model.windows,
             model.shape,
@@ -97,8 +98,8 @@ class ModelRunner:
         self._graphs: DecodeGraphs | StepGraphs | None = None
         if capture is None or self._model.asks_host:
             return
-        if steps_are_whole(self._attention, model.shape.head_dim):
-            self._graphs = StepGraphs(self._model, model.windows, self._attention, capture)
+        if steps_are_whole(self.attention, model.shape.head_dim):
+            self._graphs = StepGraphs(self._model, model.windows, self.attention, capture)
         else:
             self._graphs = DecodeGraphs(self._model, model.windows, device, capture)
 
@@ -121,21 +122,11 @@ class ModelRunner:
         """Number of this rank among those that share sequences."""
         return self._transport.rank
 
-    @property
-    def pool(self) -> KVCache:
-        """Keys and values of this rank."""
-        return self._attention.pool
-
-    @property
-    def attention(self) -> AttentionRunner:
-        """Pool and exchanges beside the model."""
-        return self._attention
-
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
         if isinstance(self._graphs, StepGraphs):
             self._graphs.forget()
-        self._attention.resize_pool(blocks)
+        self.attention.resize_pool(blocks)
 
     def forget(self) -> None:
         """Forgets the last batch, and the bytes that were sent so far."""
@@ -151,14 +142,14 @@ class ModelRunner:
         """
         nbytes = config.cache.nbytes
         if nbytes is None:
-            free, total = torch.cuda.mem_get_info(self.pool.keys.device)
+            free, total = torch.cuda.mem_get_info(self.attention.pool.keys.device)
             kept = int((1 - config.cache.gpu_utilization) * total) + needed
             nbytes = max(free - kept, 0)
         return nbytes // self.block_bytes
 
     def add_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
         """Adds blocks of this rank behind those that a sequence has here."""
-        self._attention.add_blocks(sequence, blocks)
+        self.attention.add_blocks(sequence, blocks)
 
     def set_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
         """Replaces the blocks of this rank that a sequence has."""
@@ -167,7 +158,7 @@ class ModelRunner:
 
     def drop(self, sequence: int) -> None:
         """Forgets the blocks of a sequence."""
-        self._attention.drop(sequence)
+        self.attention.drop(sequence)
 
     def move(self, moves: Sequence[BlockTransfer]) -> None:
         """Moves blocks of all layers between ranks."""
@@ -175,7 +166,7 @@ class ModelRunner:
             return
         assert self._mover is not None, "blocks move, and nothing carries them"
         blocks = [BlockMove(*each.source, *each.to) for each in moves]
-        under_way = KvMoves(self.pool, self._mover, blocks)
+        under_way = KvMoves(self.attention.pool, self._mover, blocks)
         for layer in range(len(self._served.windows)):
             under_way.begins(layer)
 
@@ -223,12 +214,12 @@ class ModelRunner:
             float32 `[vocabulary]`, by sequence; of ranks that share layers the first has them.
         """
         decodes = not scoring and all(isinstance(part, DecodeBatch) for part in batch.parts)
-        if isinstance(self._graphs, StepGraphs) and decodes and self._attention.watch is None:
-            new = self._attention.new_rows(batch)
+        if isinstance(self._graphs, StepGraphs) and decodes and self.attention.watch is None:
+            new = self.attention.new_rows(batch)
             logits = self._graphs.run(new, tokens)
             if logits is not None:
                 return NextLogits(new.last(), logits)
-        run = self._attention.begin(batch)
+        run = self.attention.begin(batch)
         if not len(run.slots):
             # Models do not run without tokens.
             for layer in range(len(self._served.windows)):
@@ -239,7 +230,7 @@ class ModelRunner:
         kept = np.concatenate([np.array([*last.values()], dtype=np.int64), *scored.values()])
         # In one copy.
         values = [torch.as_tensor(each) for each in (new.ids(tokens), new.positions, kept)]
-        placed = copy_to(torch.cat(values), self._device)
+        placed = copy_to(torch.cat(values), self.device)
         ids, positions, rows = torch.split(placed, [*map(len, values)])
         logits = None
         if isinstance(self._graphs, DecodeGraphs) and decodes:
@@ -311,7 +302,7 @@ class ModelRunner:
         """Takes part in a layer's attention as a server alone."""
         shape, dtype = self._served.shape, self._served.dtype
         q, kv = (
-            torch.empty((0, heads, shape.head_dim), dtype=dtype, device=self._device)
+            torch.empty((0, heads, shape.head_dim), dtype=dtype, device=self.device)
             for heads in (shape.heads, shape.kv_heads)
         )
         run.attend(layer, q, kv, kv, self._model.scales[layer])

@@ -36,7 +36,9 @@ def agreed_room(worker: Worker, config: EngineConfig, processes: Processes) -> i
     needed = 0
     if config.cache.nbytes is None:
         needed = _most_needed(worker, config, processes)
-    blocks = int(processes.reduce(torch.tensor(worker.room(needed)), dist.ReduceOp.MIN))
+    blocks = int(
+        processes.reduce(torch.tensor(worker.runner.room(config, needed)), dist.ReduceOp.MIN)
+    )
     if blocks < 1:
         raise ValueError(
             "weights and the largest step leave a rank no memory for a block of keys and values: "
@@ -54,16 +56,16 @@ def _most_needed(worker: Worker, config: EngineConfig, processes: Processes) -> 
     prompts = [longest] * (tokens // longest)
     size = config.cache.block_size
     blocks = max(2 * decoded, sum(math.ceil((each + 2) / size) + 1 for each in prompts))
-    device = worker.device
+    device = worker.runner.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    worker.begin(blocks)
-    pool = blocks * worker.block_bytes
+    worker.runner.resize_pool(blocks)
+    pool = blocks * worker.runner.block_bytes
     # Graphs are captured first, so that their memory is part of what the longest step needs.
     _answer(worker, Engine(config, blocks), [1] * decoded, processes)
     _answer(worker, Engine(config, blocks), prompts, processes)
     peak = torch.cuda.max_memory_allocated(device)
-    worker.begin(1)
+    worker.runner.resize_pool(1)
     gc.collect()
     torch.cuda.empty_cache()
     return max(peak - pool - torch.cuda.memory_allocated(device), 0)

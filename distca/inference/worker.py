@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from distca.attention import select_kernel
 from distca.cost.step_memory import STEP_SLOTS
-from distca.inference.attention_runner import LayerWatch
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import capture_for
 from distca.inference.messages import AddRequest, Admitted, Iteration, ModelOutput, SampledToken
@@ -62,107 +61,73 @@ class Worker:
     """One process of a rank of a model.
 
     Args:
-        settings: configuration of the engine.
+        config: configuration of the engine.
         device: device of the weights.
         trace: timeline of the iterations; None: there is none.
         model: the model, if it is read by now; None: transformers' of the configuration.
 
     Attributes:
+        runner: the model, and this rank's blocks.
         logits: logits of the tokens that this process chose in the last iteration, by sequence,
             float32 `[vocabulary]`.
     """
 
     def __init__(
         self,
-        settings: EngineConfig,
+        config: EngineConfig,
         device: torch.device,
         trace: Trace | None = None,
         model: ServedModel | None = None,
     ) -> None:
-        self._settings, self._device = settings, device
+        self._config = config
         self._trace = trace or Trace(device)
-        size = settings.parallel.tensor_parallel_size
-        dtype, trusted = DTYPES[settings.model.dtype], settings.model.trust_remote_code
+        size = config.parallel.tensor_parallel_size
+        dtype, trusted = DTYPES[config.model.dtype], config.model.trust_remote_code
         if model is None:
-            model = read_model(settings.model.path, dtype, size, trusted, checks_weights=False)
-        timeout = timedelta(seconds=settings.parallel.step_timeout)
+            model = read_model(config.model.path, dtype, size, trusted, checks_weights=False)
+        timeout = timedelta(seconds=config.parallel.step_timeout)
         group, tensor_ranks = join_ranks(size, timeout)
-        if settings.parallel.split is not None:
-            tensor_ranks = share_rows(tensor_ranks, settings.parallel.split, device, timeout)
+        if config.parallel.split is not None:
+            tensor_ranks = share_rows(tensor_ranks, config.parallel.split, device, timeout)
         self._process, self._rank = dist.get_rank(), group.rank()
-        self._transport = make_transport(settings.parallel.transport, group, device, timeout)
+        self._transport = make_transport(config.parallel.transport, group, device, timeout)
         kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
+        self._masks = model.masks
         buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
         core = CoreAttention(self._transport, kernel, buffers, trace=self._trace)
-        servers = settings.scheduler.servers
-        computes = self._rank < settings.parallel.world_size - servers
-        capture = capture_for(model, device, settings.enforce_eager) if computes else None
+        servers = config.scheduler.servers
+        computes = self._rank < config.parallel.world_size - servers
+        capture = capture_for(model, device, config.enforce_eager) if computes else None
         # Moves of blocks have buffers of their own.
         mover = (
-            make_transport(settings.parallel.transport, group, device, timeout)
-            if settings.moves_blocks
+            make_transport(config.parallel.transport, group, device, timeout)
+            if config.moves_blocks
             else None
         )
         # The pool gets its size once it is known what weights leave of a device's memory.
-        self._model = ModelRunner(
+        self.runner = ModelRunner(
             model,
             core,
             device,
             1,
-            settings.cache.block_size,
+            config.cache.block_size,
             tensor_ranks,
             capture,
             computes,
             mover,
-            settings.parallel.split,
+            config.parallel.split,
         )
         self._sequences: dict[int, Admitted] = {}
         self._next, self._ran = 0, False
         self.logits = NO_LOGITS
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self._device
-
-    def room(self, needed: int = 0) -> int:
-        """Returns the blocks that there is room for.
-
-        Args:
-            needed: bytes that a GPU keeps free beside them for what steps need for a while.
-        """
-        return self._model.room(self._settings, needed)
-
     def forget(self) -> None:
         """Forgets all iterations and their sequences, so that the first comes again."""
         for number in self._sequences:
-            self._model.drop(number)
+            self.runner.drop(number)
         self._sequences.clear()
         self._next, self._ran, self.logits = 0, False, NO_LOGITS
-        self._model.forget()
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block, all layers of this process."""
-        return self._model.block_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of this process's weights."""
-        return self._model.weight_bytes
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this process has sent to others."""
-        return self._model.bytes_sent
-
-    def begin(self, blocks: int) -> None:
-        """Allocates the pool."""
-        self._model.resize_pool(blocks)
-
-    def watch(self, watch: LayerWatch) -> None:
-        """Sets the object whose methods are called for each layer of all further iterations."""
-        self._model.attention.watch = watch
+        self.runner.forget()
 
     def read_rows(
         self, number: int, layer: int, start: int, end: int
@@ -179,7 +144,7 @@ class Worker:
             The positions that lie on this rank, int64 `[rows]`, and their keys and values,
             `[rows, kv_heads, head_dim]`, copies of what the pool has.
         """
-        blocks, size = self._sequences[number].request.blocks, self._settings.cache.block_size
+        blocks, size = self._sequences[number].request.blocks, self._config.cache.block_size
         begin, until = start // size, -(-end // size)
         own = np.flatnonzero(blocks.ranks[begin:until] == self._rank)
         numbers = np.array([each.number for each in blocks[begin:until]], dtype=np.int64)[own]
@@ -187,7 +152,7 @@ class Worker:
         first, last = np.maximum(index * size, start), np.minimum((index + 1) * size, end)
         positions = expand_ranges(first, last - first)
         slots = np.repeat(numbers, last - first) * size + positions % size
-        pool = self._model.attention.pool
+        pool = self.runner.attention.pool
         at = torch.from_numpy(slots).to(pool.keys.device)
         keys, values = (each.index_select(0, at) for each in pool.rows(layer))
         return positions, keys, values
@@ -204,38 +169,38 @@ class Worker:
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
         self._ran, self.logits = False, NO_LOGITS
-        self._model.move(iteration.batch.moves)
+        self.runner.move(iteration.batch.moves)
         for number in iteration.drop:
             self._sequences.pop(number, None)
-            self._model.drop(number)
+            self.runner.drop(number)
         self._sequences |= {each.asked.number: each for each in iteration.admitted}
         for feed in iteration.batch.feeds:
             if feed.new_blocks:
                 own = [block.number for block in feed.new_blocks if block.rank == self._rank]
-                self._model.add_blocks(feed.sequence, own)
+                self.runner.add_blocks(feed.sequence, own)
         moves = (m for m in iteration.batch.moves if self._rank in (m.source.rank, m.to.rank))
         for number in {move.sequence for move in moves} & self._sequences.keys():
             own = self._sequences[number].request.blocks.of_rank(self._rank)
-            self._model.set_blocks(number, own)
+            self.runner.set_blocks(number, own)
 
     def _run(self, iteration: Iteration) -> ModelOutput:
-        sent = self._model.bytes_sent
+        sent = self.runner.bytes_sent
         self._take_in(iteration)
-        settings, feeds = self._settings, iteration.batch.feeds
+        config, feeds = self._config, iteration.batch.feeds
         plan = plan_iteration(
             feeds,
-            settings.masks,
-            settings.cache.block_size,
-            settings.parallel.world_size,
-            settings.parallel.strategy,
-            settings.parallel.head_groups,
+            self._masks,
+            config.cache.block_size,
+            config.parallel.world_size,
+            config.parallel.strategy,
+            config.parallel.head_groups,
         )
         scoring = {
             feed.sequence: _Scoring(sequence.asked)
             for feed in feeds
             if (sequence := self._sequences[feed.sequence]).request.scored
         }
-        if self._rank in plan.members or not self._settings.members_only:
+        if self._rank in plan.members or not self._config.members_only:
             fed = {
                 feed.sequence: self._sequences[feed.sequence].request.tokens[
                     feed.start : feed.start + feed.count
@@ -243,7 +208,7 @@ class Worker:
                 for feed in feeds
             }
             with self._transport.checked(), self._trace.span(*_span(plan)):
-                self.logits = self._model.run_batch(plan, fed, scoring)
+                self.logits = self.runner.run_batch(plan, fed, scoring)
             self._ran = True
         sampled = [feed.sequence for feed in feeds if feed.samples and feed.sequence in self.logits]
         chosen = choose_tokens([self._sequences[number] for number in sampled], self.logits)
@@ -254,7 +219,7 @@ class Worker:
         ]
         return ModelOutput(
             chosen,
-            self._model.bytes_sent - sent,
+            self.runner.bytes_sent - sent,
             {number: each.found for number, each in scoring.items() if each.found},
             self._bytes_by_sequence(plan),
         )
@@ -265,16 +230,16 @@ class Worker:
         Returns:
             End of a sentence; empty if nothing is found.
         """
-        return self._model.where_not_finite(self._ran)
+        return self.runner.where_not_finite(self._ran)
 
     def _bytes_by_sequence(self, plan: BatchPlan) -> dict[int, int]:
         """Bytes that an iteration moved for each sequence, which one process alone counts."""
-        alone = self._settings.processes == 1
-        if not self._settings.counts_bytes or not plan.members or alone:
+        alone = self._config.processes == 1
+        if not self._config.counts_bytes or not plan.members or alone:
             return {}
-        if self._process != min(plan.members) * self._settings.parallel.tensor_parallel_size:
+        if self._process != min(plan.members) * self._config.parallel.tensor_parallel_size:
             return {}
-        return self._model.bytes_by_sequence()
+        return self.runner.bytes_by_sequence()
 
 
 def _span(plan: BatchPlan) -> tuple[str, str]:

@@ -142,8 +142,8 @@ class PrefillRank:
         self._rank = dist.get_rank()
         self._worker = Worker(config, device, model=model)
         blocks = agreed_room(self._worker, config, self._processes)
-        self._worker.begin(blocks)
-        self._worker.watch(self)
+        self._worker.runner.resize_pool(blocks)
+        self._worker.runner.attention.watch = self
         self._engine = Engine(config, blocks)
         self._layers = len(config.model.windows)
         self._front: Front | None = None
@@ -190,7 +190,7 @@ class PrefillRank:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other ranks."""
-        return self._worker.bytes_sent
+        return self._worker.runner.bytes_sent
 
     @property
     def state(self) -> Pong:

@@ -75,7 +75,7 @@ def test_a_prompt_without_room_is_refused(model) -> None:
 
 
 def test_ranks_without_room_for_a_block_say_so() -> None:
-    worker = mock.Mock(**{"room.return_value": 3})
+    worker = mock.Mock(**{"runner.room.return_value": 3})
     processes = mock.Mock(reduce=lambda numbers, by: numbers)
     config = mock.Mock(**{"cache.nbytes": 100})
     assert agreed_room(worker, config, processes) == 3
@@ -104,7 +104,8 @@ def test_the_longest_steps_that_there_are_say_how_much_room_is_left(
     limits = {"max_num_batched_tokens": tokens, "max_num_seqs": 5}
     config = configure(model, cache_bytes=None, block_size=block_size, **limits)
     config = replace(config, model=replace(config.model, positions=64))
-    worker = mock.Mock(block_bytes=1, execute=execute, **{"room.return_value": 7})
+    runner = {"runner.block_bytes": 1, "runner.room.return_value": 7}
+    worker = mock.Mock(execute=execute, **runner)
     processes = mock.Mock(gather=lambda mine: [mine], reduce=lambda values, _: values)
     assert agreed_room(worker, config, processes) == 7
     # Each prompt and one token more at once: none waits for blocks.

@@ -98,7 +98,7 @@ def run_on_a_rank(settings: Any, blocks: int) -> tuple[list[Told], int]:
 
     settings = replace(settings, counts_bytes=True)
     worker = Worker(settings, torch.device("cpu"))
-    worker.begin(blocks)
+    worker.runner.resize_pool(blocks)
     engine, coming, told = Engine(settings, blocks), arrivals(), []
     seen: list[tuple[Any, BatchPlan]] = []
 
@@ -115,7 +115,7 @@ def run_on_a_rank(settings: Any, blocks: int) -> tuple[list[Told], int]:
                 break
             seen.clear()
             done = _run(worker, begun)
-            nbytes = len(begun.batch.moves) * worker.block_bytes
+            nbytes = len(begun.batch.moves) * worker.runner.block_bytes
             nbytes += sum(sum(each.planned_bytes.values()) for each in done.values())
             chosen = {c.number: c.token for each in done.values() for c in each.chosen}
             moves = [
@@ -126,7 +126,7 @@ def run_on_a_rank(settings: Any, blocks: int) -> tuple[list[Told], int]:
             told.append(Told(entries, plan, moves, chosen, nbytes))
             engine.finish(done)
     sent = [0] * dist.get_world_size()
-    dist.all_gather_object(sent, worker.bytes_sent)
+    dist.all_gather_object(sent, worker.runner.bytes_sent)
     return told, sum(sent)
 
 

@@ -59,7 +59,7 @@ def run_on_a_rank(
     from distca.inference.worker import Worker
 
     worker = Worker(settings, torch.device("cpu"))
-    worker.begin(blocks)
+    worker.runner.resize_pool(blocks)
     engine = Engine(settings, blocks)
     chance = random.Random(seed)
     waiting = [AddRequest(*each) for each in submits]
@@ -102,7 +102,7 @@ def run_on_a_rank(
         for rank in range(settings.parallel.world_size)
     ]
     weights, counted = ([0] * dist.get_world_size() for _ in range(2))
-    dist.all_gather_object(weights, worker.weight_bytes)
+    dist.all_gather_object(weights, worker.runner.weight_bytes)
     dist.all_gather_object(counted, planned[0])
     nbytes = sum(counted) + moved * BLOCK * _moved_row_bytes(settings)
     return Answered(told, numbers_of(engine), ranks, scores, nbytes, weights, moved, failed)
