@@ -27,6 +27,30 @@ _SECONDS_TO_END = 2.0
 _SECONDS_HELD_BACK = 0.02
 
 
+MOST_ON_CPUS = 64
+"""Most processes of a model on a machine without GPUs: each has a copy of the libraries."""
+
+
+def check_processes(count: int, gpus: int, what: str) -> None:
+    """Refuses more processes of a model than a machine can run.
+
+    Args:
+        count: number of processes.
+        gpus: GPUs of the machine.
+        what: what asks for them, for the message.
+
+    Raises:
+        ValueError: there are fewer GPUs, or there are none and the processes are very many.
+    """
+    if gpus and count > gpus:
+        raise ValueError(
+            f"{what}: each process needs a GPU, and there are {gpus}: give fewer, or set "
+            "CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+    if not gpus and count > MOST_ON_CPUS:
+        raise ValueError(f"{what}: give at most {MOST_ON_CPUS} on CPUs")
+
+
 def end_with_parent() -> None:
     """Lets the kernel kill this process with the thread that started it, where it can (Linux)."""
     import ctypes

@@ -24,7 +24,7 @@ from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
-from distca.machine import check_processes
+from distca.lifetime import check_processes
 from distca.prefill.address import check_host
 from distca.torchrun import Torchrun, read_torchrun
 from distca.wording import counted, install

@@ -24,8 +24,7 @@ from distca.inference.llm import LLM
 from distca.inference.messages import AddRequest
 from distca.inference.outputs import Completion, OnToken
 from distca.inference.sampling import SamplingParams
-from distca.lifetime import start_process
-from distca.machine import check_processes
+from distca.lifetime import check_processes, start_process
 from distca.runtime import Trace
 from distca.scratch import ScratchFolder
 from distca.timeline import TimelineEvent

@@ -50,7 +50,6 @@ from distca.schedule.serving.handoff.protocol import Transfer
 
 logger = logging.getLogger(__name__)
 
-_UNBOUNDED = 1 << 62
 _BEATS_A_LEASE = 4
 _FIRST_LEASE = 2.0
 """Lease until the ranks have told theirs: it is said a few times in it who is there."""
@@ -144,7 +143,7 @@ class PrefillClient:
         for each in (self._inbox.socket, self._front):
             self._poller.register(each, zmq.POLLIN)
         self._to_client = decoder(ToClient)
-        self._receiver = Receiver(_UNBOUNDED, _UNBOUNDED, _FIRST_LEASE)
+        self._receiver = Receiver(_FIRST_LEASE)
         # Rows of a layer of a chunk; None: all have come.
         self._arrived: dict[tuple[Transfer, int, int], LayerRows | None] = {}
         # First position of each prompt's rows, and tokens of a chunk.
@@ -222,11 +221,7 @@ class PrefillClient:
         chunks = -(-(len(tokens) - start) // welcome.chunk)
         self._chunks[transfer] = start, welcome.chunk
         self._send(Prefill(transfer, list(tokens), start, priority, salt))
-        self._apply(protocol.Begin(transfer, chunks, welcome.layers, 0))
-        for chunk in range(chunks):
-            # The blocks of the whole prompt are there, so all of it may be sent at once: nobody
-            # waits until a chunk is offered.
-            self._apply(protocol.Offer(transfer, chunk))
+        self._apply(protocol.Begin(transfer, chunks, welcome.layers))
         self._wake.set()
 
     def cancel(self, transfer: Transfer) -> None:
@@ -356,7 +351,7 @@ class PrefillClient:
                 self._lose("the prefill ranks have started again")
                 if isinstance(message, Welcome):
                     with self._lock:
-                        self._receiver = Receiver(_UNBOUNDED, _UNBOUNDED, message.lease)
+                        self._receiver = Receiver(message.lease)
             else:
                 self._land(message, came)
                 landed.append(message)
@@ -444,7 +439,7 @@ class PrefillClient:
                 case protocol.Fence(transfer):
                     # Rows that come later are dropped, since this process writes them itself.
                     self._apply(protocol.Fenced(transfer))
-                case protocol.Free(transfer, _, reason):
+                case protocol.Free(transfer, reason):
                     for layer in [each for each in self._arrived if each[0] == transfer]:
                         del self._arrived[layer]
                     self._chunks.pop(transfer, None)

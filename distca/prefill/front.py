@@ -46,9 +46,6 @@ logger = logging.getLogger(__name__)
 _BEATS_A_LEASE = 4
 _LEASES_KEPT = 10
 """Leases without a word after which a process of an engine is forgotten."""
-_NEEDS_ALL = {protocol.Grant.__name__, protocol.Received.__name__}
-"""Events that count once all processes of an engine have told them."""
-
 _SAID = {"nixl": "NIXL", "tcp": "TCP"}
 
 _Key = tuple[str, Transfer]
@@ -64,14 +61,14 @@ class _Asked:
         prefill: the prompt.
         since: when the first of them asked.
         number: number that the front gave it; None: not all processes have asked yet.
-        told: how many processes have told an event, by its kind and chunk.
+        received: how many processes have received each chunk.
     """
 
     identities: dict[int, bytes]
     prefill: Prefill
     since: float
     number: int | None = None
-    told: Counter[tuple[str, int]] = field(default_factory=Counter)
+    received: Counter[int] = field(default_factory=Counter)
 
 
 def bind(socket: zmq.Socket, address: str) -> None:
@@ -293,10 +290,6 @@ class Front:
             for each, landing in told
         ]
         self._messages.append(Join(asked.number, prefill, receiving))
-        # What all processes have told already.
-        for (kind, chunk), count in asked.told.items():
-            if count == peer.workers:
-                self._tell(asked, Event(kind, prefill.transfer, chunk))
 
     def _event(self, identity: bytes, event: Event) -> None:
         peer = self._peers[identity]
@@ -306,13 +299,11 @@ class Front:
             if event.kind in (protocol.Abort.__name__, protocol.Beat.__name__):
                 self._say(identity, Event(protocol.Drained.__name__, event.transfer))
             return
-        if event.kind in _NEEDS_ALL:
-            asked.told[event.kind, event.chunk] += 1
-            if asked.told[event.kind, event.chunk] < peer.workers:
+        if event.kind == protocol.Received.__name__:
+            asked.received[event.chunk] += 1
+            if asked.received[event.chunk] < peer.workers:
+                # A chunk counts once all processes have it.
                 return
-        self._tell(asked, event)
-
-    def _tell(self, asked: _Asked, event: Event) -> None:
         if asked.number is not None:
             transfer = Transfer(asked.number)
             self._messages.append(Told(msgspec.structs.replace(event, transfer=transfer)))

@@ -9,7 +9,7 @@ import msgspec
 from distca.schedule.serving.handoff import protocol
 from distca.schedule.serving.handoff.protocol import Transfer
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages."""
 
 TransferName = Literal["nixl", "tcp"]
@@ -303,16 +303,15 @@ class Agreed(Message, frozen=True):
 ToFront = Hello | Landing | Prefill | Event | Ping
 ToClient = Welcome | Refusal | Unknown | Pong | Event
 
-_WITH_CHUNK = {each.__name__: each for each in (protocol.Grant, protocol.Received)}
-_WITHOUT = {each.__name__: each for each in (protocol.Beat, protocol.Drained)}
+_BARE = {each.__name__: each for each in (protocol.Beat, protocol.Drained)}
 
 
 def event_of(message: Event) -> protocol.ToSender | protocol.ToReceiver:
     """Returns the event of the hand-off that a message tells."""
-    if message.kind in _WITH_CHUNK:
-        return _WITH_CHUNK[message.kind](message.transfer, message.chunk)
-    if message.kind in _WITHOUT:
-        return _WITHOUT[message.kind](message.transfer)
+    if message.kind in _BARE:
+        return _BARE[message.kind](message.transfer)
+    if message.kind == protocol.Received.__name__:
+        return protocol.Received(message.transfer, message.chunk)
     assert message.kind == protocol.Abort.__name__, message.kind
     return protocol.Abort(message.transfer, message.reason)
 

@@ -293,11 +293,7 @@ class PrefillRank:
             return
         prompt = _Prompt(prefill, join.receiving, self._chunk, [0] * self._layers)
         self._prompts[number] = prompt
-        transfer = Transfer(number)
-        self._apply(protocol.Begin(transfer, prompt.chunks, self._layers, 0))
-        for chunk in range(prompt.chunks):
-            # Engines have blocks for all of it, and don't wait for offers.
-            self._apply(protocol.Dispatched(transfer, chunk))
+        self._apply(protocol.Begin(Transfer(number), prompt.chunks, self._layers))
 
     def _leave(self, inbox: str) -> None:
         """Ends the prompts of a process that is not connected any more."""
@@ -361,7 +357,7 @@ class PrefillRank:
                     if self._front is not None:
                         self._front.give_up(transfer.request)
                     self._apply(protocol.Fenced(transfer))
-                case protocol.Free(transfer, _, reason):
+                case protocol.Free(transfer, reason):
                     self._free(transfer.request, reason)
 
     def _write(self, number: int, chunk: int, layer: int) -> None:

@@ -15,14 +15,11 @@ from distca.schedule.serving.handoff.protocol import (
     Begin,
     Cancel,
     Computed,
-    Dispatched,
     Drained,
     Fence,
     Fenced,
     Free,
-    Grant,
     Landed,
-    Offer,
     Received,
     Send,
     Start,
@@ -37,18 +34,12 @@ from support.handoffs import Broken, Scenario, explore, walk
 BOTH = ("prefill", "decode")
 SMALL = [
     (Scenario(chunks=2, layers=2), 1_000),
-    (Scenario(chunks=2, cancels=1), 1_000),
-    (Scenario(cancels=1, ticks=1, deaths=BOTH), 1_500),
-    (Scenario(requests=2), 500),
-    (Scenario(requests=2, blocks=1), 1_000),
-    (Scenario(requests=1, blocks=0), 5),
+    (Scenario(chunks=2, layers=2, cancels=1), 9_000),
+    (Scenario(chunks=2, cancels=1, ticks=1, deaths=BOTH), 5_000),
+    (Scenario(layers=2, cancels=2, ticks=1), 4_000),
+    (Scenario(requests=2, cancels=1, deaths=BOTH), 4_000),
 ]
-LARGER = [
-    (Scenario(layers=2, cancels=2, ticks=1), 5_000),
-    (Scenario(chunks=2, cancels=1, ticks=1, deaths=BOTH), 10_000),
-    (Scenario(requests=2, cancels=1, blocks=1), 10_000),
-    (Scenario(requests=2, layers=2, backends=2), 5_000),
-]
+LARGER = [(Scenario(chunks=2, cancels=2, ticks=2, deaths=BOTH), 90_000)]
 
 
 def test_nothing_goes_wrong_in_any_order(full: bool) -> None:
@@ -59,7 +50,7 @@ def test_nothing_goes_wrong_in_any_order(full: bool) -> None:
 def walks(count: int) -> None:
     for seed in range(count):
         kinds: dict[str, Any] = {"requests": 4, "chunks": 1 + seed % 3, "layers": 2}
-        kinds |= {"backends": 1 + seed % 2, "blocks": 2 + seed % 3, "cancels": seed % 4}
+        kinds |= {"cancels": seed % 4}
         walk(Scenario(**kinds, ticks=seed % 5, deaths=BOTH if seed % 3 == 0 else ()), seed)
 
 
@@ -67,17 +58,10 @@ def test_nothing_goes_wrong_at_random(full: bool) -> None:
     walks(20_000 if full else 300)
 
 
-def test_with_one_backend_requests_end_in_the_order_of_their_first_offers() -> None:
-    orders = set()
-    for seed in range(20):
-        world = walk(Scenario(requests=8, chunks=2, backends=1), seed)
-        assert len(world.started) == 8
-        orders.add(tuple(world.started))
-    assert len(orders) > 15, "and these are many"
-
-
-def drop_a_chunk(outgoing: sender.Outgoing, chunk: int) -> Any:
-    return ISSUE(outgoing, chunk) if chunk == 0 else (outgoing, [])
+def drop_a_chunk(state: Sender, event: Any, now: float) -> Any:
+    """The prefill side writes the first chunk alone."""
+    state, actions = send(state, event, now)
+    return state, [each for each in actions if not (isinstance(each, Write) and each.chunk)]
 
 
 def free_at_once(state: Receiver, event: Any, now: float) -> Any:
@@ -89,14 +73,11 @@ def free_at_once(state: Receiver, event: Any, now: float) -> Any:
     return state, actions
 
 
-ISSUE = sender._issue
 MUTANTS: list[tuple[Any, str, Callable[..., Any], str]] = [
-    (sender, "_issue", drop_a_chunk, "wait beyond"),
+    (handoffs, "send", drop_a_chunk, "wait beyond"),
     (receiver, "is_full", lambda known: known.landed[0] == receiver._all_layers(known), "starts"),
     (sender, "is_drained", lambda _: True, "freed"),
     (handoffs, "receive", free_at_once, "landed in blocks"),
-    (receiver, "has_backend", lambda state: state.line[-state.backends :], "granted before|more"),
-    (receiver, "has_backend", lambda state: state.line, "more requests are received"),
     (sender, "_tick", lambda state, _: (state, []), "wait beyond"),
     (receiver, "_tick", lambda state, _: (state, []), "wait beyond"),
 ]
@@ -121,59 +102,57 @@ def feed(side: str, state: Any, *events: Any, now: float = 0.0) -> tuple[Any, li
 
 
 def test_a_request_is_handed_over() -> None:
-    begin = Begin(T, chunks=2, layers=2, blocks=5)
-    there, _ = feed("decode", Receiver(9, 1, 2.0), begin)
-    assert there.free_blocks == 4
-    here, actions = feed("prefill", Sender(2.0), begin, Dispatched(T, 0))
-    assert actions == [Send(Offer(T, 0))]
-    there, actions = feed("decode", there, Offer(T, 0))
-    assert actions == [Send(Grant(T, 0))]
-    here, actions = feed("prefill", here, Computed(T, 0, 0))
+    begin = Begin(T, chunks=2, layers=2)
+    there, _ = feed("decode", Receiver(2.0), begin)
+    here, actions = feed("prefill", Sender(2.0), begin)
     assert not actions
-    here, actions = feed("prefill", here, Grant(T, 0))
-    assert actions == [Write(T, 0, 0)], "what is computed and granted"
-    assert here.outgoing[T].state_of(0) == "granted"
+    here, actions = feed("prefill", here, Computed(T, 0, 0))
+    assert actions == [Write(T, 0, 0)]
     here, actions = feed("prefill", here, Computed(T, 0, 1))
     assert actions == [Write(T, 0, 1)]
-    assert [here.outgoing[T].state_of(chunk) for chunk in (0, 1)] == ["sent", "planned"]
     there, actions = feed("decode", there, Landed(T, 0, 1), Landed(T, 0, 0))
     assert actions == [Send(Received(T, 0))]
-    here, _ = feed("prefill", here, Received(T, 0), Dispatched(T, 1))
-    assert [here.outgoing[T].state_of(chunk) for chunk in (0, 1)] == ["acked", "offered"]
-    there, _ = feed("decode", there, Offer(T, 1), Landed(T, 1, 0))
-    assert there.line == (T,)
+    here, _ = feed("prefill", here, Received(T, 0))
+    there, actions = feed("decode", there, Landed(T, 1, 0))
+    assert not actions
     there, actions = feed("decode", there, Landed(T, 1, 1))
     assert actions == [Send(Received(T, 1)), Start(T)]
-    assert there.line == ()
-    here, _ = feed("prefill", here, Grant(T, 1), Computed(T, 1, 0), Computed(T, 1, 1))
+    here, _ = feed("prefill", here, Computed(T, 1, 0), Computed(T, 1, 1))
     here, actions = feed("prefill", here, Received(T, 1))
     assert not actions, "writes are under way"
     layers = [(chunk, layer) for chunk in (0, 1) for layer in (0, 1)]
     here, actions = feed("prefill", here, *(Written(T, *each) for each in layers))
-    assert actions == [Free(T, 5)]
+    assert actions == [Free(T)]
     assert not here.outgoing
 
 
-def test_who_is_not_known_or_has_no_room_is_told() -> None:
-    there = Receiver(4, 1, 2.0)
-    assert feed("decode", there, Begin(T, 1, 1, 5)) == (
-        there,
-        [Send(Abort(T, "rejected: no room"))],
+def test_who_is_not_known_is_told() -> None:
+    assert feed("decode", Receiver(2.0), Beat(T)) == (
+        Receiver(2.0),
+        [Send(Abort(T, "not known here"))],
     )
-    for message in (Offer(T, 0), Beat(T)):
-        assert feed("decode", there, message)[1] == [Send(Abort(T, "not known here"))]
     here = Sender(2.0)
     assert feed("prefill", here, Abort(T, "no"))[1] == [Send(Drained(T))]
-    begun, _ = feed("prefill", here, Begin(T, 1, 1, 5))
-    after, actions = feed("prefill", begun, Abort(T, "rejected: no room"))
-    assert actions == [Send(Drained(T)), Free(T, 5, "rejected: no room")]
+    begun, _ = feed("prefill", here, Begin(T, 1, 1))
+    after, actions = feed("prefill", begun, Abort(T, "cancelled"))
+    assert actions == [Send(Drained(T)), Free(T, "cancelled")]
     assert after == here
+
+
+def test_nothing_is_written_of_what_is_given_up() -> None:
+    here, _ = feed("prefill", Sender(2.0), Begin(T, 2, 1), Computed(T, 0, 0), Cancel(T))
+    here, actions = feed("prefill", here, Computed(T, 1, 0))
+    assert not actions
+    assert feed("prefill", here, Written(T, 0, 0))[1] == [
+        Send(Drained(T)),
+        Free(T, "cancelled"),
+    ]
 
 
 def test_another_epoch_is_another_transfer() -> None:
     """What lands late of a first try doesn't count for the second."""
     again = T._replace(epoch=2)
-    there, _ = feed("decode", Receiver(9, 1, 2.0), Begin(again, 1, 1, 1), Offer(again, 0))
+    there, _ = feed("decode", Receiver(2.0), Begin(again, 1, 1))
     there, actions = feed("decode", there, Landed(T, 0, 0))
     assert not actions
     assert not receiver.is_full(there.incoming[again])
@@ -181,7 +160,7 @@ def test_another_epoch_is_another_transfer() -> None:
 
 def test_silence_is_borne_for_a_lease() -> None:
     tick = Tick()
-    there, _ = feed("decode", Receiver(9, 1, 2.0), Begin(T, 1, 1, 1))
+    there, _ = feed("decode", Receiver(2.0), Begin(T, 1, 1))
     assert feed("decode", there, tick, now=2.0)[1] == [Send(Beat(T))]
     heard, _ = feed("decode", there, Beat(T), now=1.5)
     assert feed("decode", heard, tick, now=3.5)[1] == [Send(Beat(T))]
@@ -189,15 +168,15 @@ def test_silence_is_borne_for_a_lease() -> None:
     assert actions == [Fence(T)]
     assert feed("decode", fenced, tick, now=9.0)[1] == []
     freed, actions = feed("decode", fenced, Fenced(T))
-    assert actions == [Free(T, 1, "the prefill side is silent")]
-    assert freed == replace(there, incoming={}, free_blocks=9)
+    assert actions == [Free(T, "the prefill side is silent")]
+    assert freed == replace(there, incoming={})
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_silent_transfer_takes_no_beats_from_others(side: str) -> None:
-    state: Any = Sender(2.0) if side == "prefill" else Receiver(9, 1, 2.0)
+    state: Any = Sender(2.0) if side == "prefill" else Receiver(2.0)
     other = Transfer(4)
-    state, _ = feed(side, state, Begin(T, 1, 1, 1), Begin(other, 1, 1, 1))
+    state, _ = feed(side, state, Begin(T, 1, 1), Begin(other, 1, 1))
     state, _ = feed(side, state, Beat(other), now=2.0)
     state, actions = feed(side, state, Tick(), now=3.0)
     assert actions == [Fence(T), Send(Beat(other))]

@@ -20,14 +20,11 @@ from distca.schedule.serving.handoff.protocol import (
     Begin,
     Cancel,
     Computed,
-    Dispatched,
     Fence,
     Fenced,
     Finish,
     Free,
-    Grant,
     Landed,
-    Offer,
     Send,
     Start,
     Started,
@@ -53,8 +50,6 @@ class Scenario:
         requests: requests, each tried once.
         chunks: chunks of each.
         layers: layers of each.
-        backends: requests that are received at a time.
-        blocks: blocks of the decode rank; a request takes one.
         cancels: times that a client's going is told to a side, at most.
         deaths: sides that may die.
         ticks: times that half a lease may pass while something else could happen.
@@ -63,8 +58,6 @@ class Scenario:
     requests: int = 1
     chunks: int = 1
     layers: int = 1
-    backends: int = 1
-    blocks: int = 9
     cancels: int = 0
     deaths: tuple[str, ...] = ()
     ticks: int = 0
@@ -80,17 +73,13 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.sender = Sender(LEASE)
-        self.receiver = Receiver(scenario.blocks, scenario.backends, LEASE)
+        self.receiver = Receiver(LEASE)
         self.started: list[Transfer] = []
         self.pending: dict[str, list[Any]] = {side: [] for side in SIDES}
         self.writes: set[Write] = set()
         self.landed: set[Write] = set()
         self.closed: set[Transfer] = set()
         self.holding: set[tuple[str, Transfer]] = set()
-        self.offered: list[Transfer] = []
-        self.granted: list[Transfer] = []
-        self.receiving: set[Transfer] = set()
-        self.over: set[Transfer] = set()
         self.alive = set(SIDES)
         self.steps = [0] * scenario.requests
         self.cancels = self.ticks = self.waited = 0
@@ -99,10 +88,9 @@ class World:
 
     def _script(self, transfer: Transfer) -> list[tuple[str, Any]]:
         """What the engine and the kernels do for a request: the side, and its event."""
-        begin = Begin(transfer, self.scenario.chunks, self.scenario.layers, 1)
+        begin = Begin(transfer, self.scenario.chunks, self.scenario.layers)
         script: list[tuple[str, Any]] = [("decode", begin), ("prefill", begin)]
         for chunk in range(self.scenario.chunks):
-            script.append(("prefill", Dispatched(transfer, chunk)))
             for layer in range(self.scenario.layers):
                 script.append(("prefill", Computed(transfer, chunk, layer)))
         return script
@@ -120,11 +108,9 @@ class World:
         return (
             tuple(sorted(self.sender.outgoing.items(), key=lambda item: item[0])),
             tuple(sorted(self.receiver.incoming.items(), key=lambda item: item[0])),
-            (self.receiver.line, self.receiver.free_blocks),
             tuple(tuple(sorted(map(repr, self.pending[side]))) for side in SIDES),
             tuple(map(frozenset, (self.writes, self.landed, self.closed, self.holding))),
-            tuple(map(frozenset, (self.over, self.alive, self.receiving))),
-            (tuple(self.offered), tuple(self.granted), tuple(self.started), tuple(self.steps)),
+            (frozenset(self.alive), tuple(self.started), tuple(self.steps)),
             (self.cancels, self.ticks, self.waited, self.now),
         )
 
@@ -135,7 +121,8 @@ class World:
             if self.steps[number] < len(script):
                 found.append(("step", number))
         for side in SIDES:
-            found += [("deliver", side, event) for event in dict.fromkeys(self.pending[side])]
+            coming = dict.fromkeys(self.pending[side])
+            found += [("deliver", side, each) for each in coming if self._may_come(side, each)]
         found += [("land", write) for write in sorted(self.writes, key=repr)]
         if self.cancels < self.scenario.cancels:
             found += [("cancel", *held) for held in sorted(self.holding) if held[0] in self.alive]
@@ -146,6 +133,10 @@ class World:
         if waiting if idle else self.ticks < self.scenario.ticks:
             found.append(("tick",))
         return found
+
+    def _may_come(self, side: str, event: Any) -> bool:
+        """Whether an event can come now: the prefill side hears of a request first of all."""
+        return side == "decode" or self.steps[event.transfer.request] > 1
 
     def make(self, move: tuple[Any, ...]) -> None:
         """Lets something happen.
@@ -174,7 +165,7 @@ class World:
                     self.steps = [len(script) for script in self.scripts]
                     self.sender = Sender(LEASE)
                 else:
-                    self.receiver = Receiver(self.scenario.blocks, 1, LEASE)
+                    self.receiver = Receiver(LEASE)
             case ("tick",):
                 others = [each for each in self.moves() if each[0] in ("step", "deliver", "land")]
                 self.ticks += bool(others)
@@ -211,20 +202,14 @@ class World:
             known = self.receiver.incoming
         if isinstance(event, Begin) and event.transfer in known:
             self.holding.add((side, event.transfer))
-        if isinstance(event, Offer) and event.transfer in self.receiver.line:
-            self.offered += [event.transfer] * (event.transfer not in self.offered)
         if isinstance(event, Started):
             self._tell(side, Finish(event.transfer))
         for action in actions:
             self._act(side, action)
-        if side == "decode" and len(self.receiving) > self.scenario.backends:
-            raise Broken("more requests are received than there are backends")
 
     def _act(self, side: str, action: Action) -> None:
         match action:
             case Send(message):
-                if isinstance(message, Grant):
-                    self._granted(message.transfer)
                 self._tell("decode" if side == "prefill" else "prefill", message)
             case Write(transfer):
                 if ("prefill", transfer) not in self.holding:
@@ -237,7 +222,6 @@ class World:
                 found = {write for write in self.landed if write.transfer == transfer}
                 if len(found) < self.scenario.chunks * self.scenario.layers:
                     raise Broken(f"{transfer} starts with {len(found)} layers of chunks")
-                self._is_over(transfer)
                 self.started.append(transfer)
                 self._tell("decode", Started(transfer))
             case Free(transfer):
@@ -247,20 +231,6 @@ class World:
                 under_way = any(write.transfer == transfer for write in self.writes)
                 if side == "prefill" and under_way and transfer not in self.closed:
                     raise Broken(f"{transfer} is freed while it is written")
-                if side == "decode":
-                    self._is_over(transfer)
-
-    def _granted(self, transfer: Transfer) -> None:
-        if transfer not in self.granted:
-            before = self.offered[: self.offered.index(transfer)]
-            if not set(before) <= {*self.granted, *self.over}:
-                raise Broken(f"{transfer} is granted before one that offered earlier")
-            self.granted.append(transfer)
-        self.receiving.add(transfer)
-
-    def _is_over(self, transfer: Transfer) -> None:
-        self.over.add(transfer)
-        self.receiving.discard(transfer)
 
     def check_end(self) -> None:
         """Looks for what is left where nothing can happen any more.
@@ -268,16 +238,13 @@ class World:
         Raises:
             Broken: something is.
         """
-        if self.sender.outgoing or self.receiver.incoming or self.receiver.line:
+        if self.sender.outgoing or self.receiver.incoming:
             raise Broken("a request has not ended")
-        if self.holding or self.receiver.free_blocks != self.scenario.blocks:
+        if self.holding:
             raise Broken(f"blocks leaked: {self.holding}")
         undisturbed = not self.cancels and len(self.alive) == 2 and not self.ticks
-        if undisturbed and self.scenario.blocks >= self.scenario.requests:
-            if len(self.started) < self.scenario.requests:
-                raise Broken("a request did not start, though nothing went wrong")
-            if self.scenario.backends == 1 and self.started != self.offered:
-                raise Broken("requests did not end in the order of their first offers")
+        if undisturbed and len(self.started) < self.scenario.requests:
+            raise Broken("a request did not start, though nothing went wrong")
 
 
 def walk(scenario: Scenario, seed: int) -> World:

@@ -22,7 +22,7 @@ from distca.commands.verify.report import (
 )
 from distca.commands.verify.stage import Line
 from distca.commands.verify.stages import STAGES
-from distca.machine import check_processes
+from distca.lifetime import check_processes
 from distca.progress import progress
 from distca.torchrun import read_torchrun
 

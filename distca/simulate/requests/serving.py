@@ -2,8 +2,9 @@
 
 The prefill ranks are an engine (`SimulatedEngine`): its scheduler admits prompts, gives them ranks
 and blocks, and feeds them in iterations. Keys and values are handed over by the state machines of
-`distca.schedule.serving.cdsp`, whose messages take no time; a chunk's layers are sent during its
-computing from its grant on, and the last one after it.
+`distca.schedule.serving.handoff`, whose messages take no time. A decode rank receives so many
+requests at a time as it has backends, each whole before one that came later. A chunk's layers are
+sent during its computing from when its request has a backend, and the last one after it.
 
 Decode ranks are no engine: they are what Tetris' paper has, in the place of vLLM. Our scheduler
 cannot stand for them, since it takes no blocks for a prompt that others compute. A decode rank runs
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +30,8 @@ from distca.schedule.serving.handoff.protocol import (
     Action,
     Begin,
     Computed,
-    Dispatched,
     Finish,
     Free,
-    Grant,
     Landed,
     ReceiverEvent,
     Send,
@@ -85,22 +84,26 @@ class _Chunk:
         tokens: tokens of it.
         ranks: ranks that compute it.
         started: time at which its computing begins.
-        granted: time at which it may be sent.
         computed: time at which it is computed.
     """
 
     tokens: int
     ranks: int = 1
     started: float = math.inf
-    granted: float = math.inf
     computed: float = math.inf
 
 
 @dataclass
 class _Decoding:
-    """A decode rank: its batch, as the iteration after which each request ends."""
+    """A decode rank: its batch, as the iteration after which each request ends.
+
+    Attributes:
+        line: requests that are not all here. The first of them, as many as there are backends, may
+            be sent.
+    """
 
     receiver: Receiver
+    line: list[int] = field(default_factory=list)
     ending: list[tuple[int, int]] = field(default_factory=list)
     joining: list[int] = field(default_factory=list)
     rows: int = 0
@@ -121,15 +124,15 @@ class _Simulation:
         self._decode_pool = BlockPool(cluster.decode_ranks, self._decode_blocks, size)
         # In virtual time nobody is late: leases are long.
         self._sender = Sender(float("inf"))
-        self._decoding = [
-            _Decoding(Receiver(self._decode_blocks, cluster.backends, float("inf")))
-            for _ in range(cluster.decode_ranks)
-        ]
+        self._decoding = [_Decoding(Receiver(float("inf"))) for _ in range(cluster.decode_ranks)]
         self._now, self._number = 0.0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._waiting: deque[int] = deque()
         self._chunks: dict[int, list[_Chunk]] = {}
         self._rank_of: dict[int, int] = {}
+        # When each request got a backend, and what is written of those that have none yet.
+        self._granted: dict[int, float] = {}
+        self._held_back: dict[int, list[Write]] = defaultdict(list)
         self._taken: dict[int, Blocks] = {}
         count = len(self._requests)
         self._ttft, self._per_token = [0.0] * count, [0.0] * count
@@ -147,7 +150,7 @@ class _Simulation:
         assert scheduler.waiting == scheduler.running == scheduler.held == 0
         assert not self._sender.outgoing
         for each in self._decoding:
-            assert each.receiver.free_blocks == self._decode_blocks
+            assert not each.receiver.incoming
             assert (each.rows, each.used, each.virtual) == (0, 0, 0)
         answered = [
             seconds
@@ -194,12 +197,11 @@ class _Simulation:
                 for start in starts
             ]
             self._chunks[number] = [*map(_Chunk, sizes)]
-            begin = Begin(Transfer(number), len(sizes), 1, blocks)
+            begin = Begin(Transfer(number), len(sizes), 1)
             self._tell_receiver(rank, begin)
             self._tell_sender(begin)
-            for chunk in range(len(sizes)):
-                # Decode ranks have blocks for all of it, and don't wait for offers.
-                self._tell_sender(Dispatched(Transfer(number), chunk))
+            self._decoding[rank].line.append(number)
+            self._grant(rank)
 
     def _prefill(self) -> None:
         """Begins an iteration of the engine, unless one is under way or there is nothing to do."""
@@ -237,8 +239,6 @@ class _Simulation:
     # Hand-off.
 
     def _tell_sender(self, event: SenderEvent) -> None:
-        if isinstance(event, Grant):
-            self._chunks[event.transfer.request][event.chunk].granted = self._now
         self._sender, actions = send(self._sender, event, self._now)
         for action in actions:
             self._act(action, None)
@@ -258,22 +258,34 @@ class _Simulation:
                     self._tell_receiver(rank, cast("ReceiverEvent", message))
                 else:
                     self._tell_sender(cast("SenderEvent", message))
-            case Write():
+            case Write(transfer) if transfer.request in self._granted:
                 self._write(action)
+            case Write(transfer):
+                self._held_back[transfer.request].append(action)
             case Start(transfer):
                 assert rank is not None
                 self._decoding[rank].joining.append(transfer.request)
                 self._iterate(rank)
+                self._decoding[rank].line.remove(transfer.request)
+                self._grant(rank)
             case Free(transfer) if rank is None:
                 self._engine.abort(transfer.request)
                 # What waited for blocks may begin, once all of this moment has happened.
                 self._at(self._now, self._prefill)
 
+    def _grant(self, rank: int) -> None:
+        """Gives backends of a decode rank to the first in line, and sends what is computed."""
+        for number in self._decoding[rank].line[: self._cluster.backends]:
+            self._granted.setdefault(number, self._now)
+            for write in self._held_back.pop(number, ()):
+                self._write(write)
+
     def _write(self, write: Write) -> None:
         """Sends a chunk: as much as could be during its computing is sent by now."""
         chunk = self._chunks[write.transfer.request][write.chunk]
         whole = self._cluster.send_seconds(chunk.tokens, chunk.ranks)
-        overlapped = max(0.0, chunk.computed - max(chunk.granted, chunk.started))
+        granted = self._granted[write.transfer.request]
+        overlapped = max(0.0, chunk.computed - max(granted, chunk.started))
         left = max(whole / self._cluster.layers, whole - overlapped)
         self._at(self._now + left, partial(self._land, write))
 

@@ -2,33 +2,31 @@
 
 Each side is a pure function, `sender.send` and `receiver.receive`: state, event and time in, state
 and actions out. Servers run them over sockets, the request simulator in virtual time, and tests in
-every order of events. A request passes so:
+every order of events. The decode side takes blocks for all of a request before it asks the prefill
+side for it, so a layer may be written as soon as it is computed. A request passes so:
 
     prefill side, for each chunk              decode side
-                                              RESERVED    its blocks are taken
-    PLANNED
-    OFFERED    computing begins: Offer ->     RECEIVING   in line, in the order of first offers
-    GRANTED                       <- Grant                it has one of the backends
-    SENT       a layer is written once it is computed and granted
-    ACKED                      <- Received    READY       all landed: Start, backend given back
-    freed                                     RUNNING     ... Finish: blocks are freed
+                                              RECEIVING   its blocks are taken
+    a layer is computed: it is written
+    all layers are                <- Received             all layers of the chunk landed
+    freed, once all chunks are                READY       all chunks landed: Start
+                                              RUNNING     ... Finish: blocks are freed
 
 What holds, whatever is late, aborted or dead:
 
-* a *backend* is a buffer and a channel to receive by. A request has it from its first grant until
-  everything landed, so that no request waits half received for one that came after it;
 * decoding starts when every layer of every chunk landed, of this `Transfer`: a request that is sent
   again has another epoch;
 * either side ends a transfer at any time. The prefill side stops writing, waits until nothing is
   under way, frees its blocks and says `Drained`. The decode side frees its blocks upon that and not
   before: a late write would land in another request's;
-* a request that the decode side doesn't know, or has no room for, is answered with `Abort`, so
-  that the prefill side frees what it computed;
+* a request that the decode side doesn't know is answered with `Abort`, so that the prefill side
+  frees what it computed;
 * both sides send `Beat`. Who has heard nothing for a lease closes the channel (`Fence`), after
   which nothing can land any more, and frees its blocks then.
 
 Events of a side are applied between its iterations, so that no kernel writes to blocks that are
-freed. Messages of one transfer may overtake each other.
+freed. The prefill side hears of a request before all else that is said of it; other messages of a
+transfer may overtake each other.
 """
 
 from __future__ import annotations
@@ -48,14 +46,6 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A chunk's computing has begun; the first one is the request's handshake."""
-
-    transfer: Transfer
-    chunk: int
-
-
-@dataclass(frozen=True)
 class Drained:
     """The transfer has ended: no write is under way, and none will be."""
 
@@ -70,14 +60,6 @@ class Beat:
 
 
 # Messages from the decode side.
-
-
-@dataclass(frozen=True)
-class Grant:
-    """A chunk may be written."""
-
-    transfer: Transfer
-    chunk: int
 
 
 @dataclass(frozen=True)
@@ -101,25 +83,16 @@ class Abort:
 
 @dataclass(frozen=True)
 class Begin:
-    """A request is placed: blocks are its on the side that is told so."""
+    """A request is placed: blocks are its on the decode side."""
 
     transfer: Transfer
     chunks: int
     layers: int
-    blocks: int
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """Prefill side: computing of a chunk begins."""
-
-    transfer: Transfer
-    chunk: int
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Prefill side: a layer of a chunk is computed."""
+    """Prefill side: a layer of a chunk is computed, which is told once."""
 
     transfer: Transfer
     chunk: int
@@ -177,9 +150,9 @@ class Tick:
     """Time has passed: leases are looked at, and beats sent. Due a few times a lease."""
 
 
-ToSender = Grant | Received | Abort | Beat
-ToReceiver = Offer | Drained | Beat
-SenderEvent = ToSender | Begin | Dispatched | Computed | Written | Cancel | Fenced | Tick
+ToSender = Received | Abort | Beat
+ToReceiver = Drained | Beat
+SenderEvent = ToSender | Begin | Computed | Written | Cancel | Fenced | Tick
 ReceiverEvent = ToReceiver | Begin | Landed | Started | Finish | Cancel | Fenced | Tick
 
 
@@ -225,7 +198,6 @@ class Free:
     """
 
     transfer: Transfer
-    blocks: int
     reason: str = ""
 
 

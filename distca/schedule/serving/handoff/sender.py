@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from distca.schedule.serving.handoff.protocol import (
     Abort,
@@ -13,13 +12,10 @@ from distca.schedule.serving.handoff.protocol import (
     Begin,
     Cancel,
     Computed,
-    Dispatched,
     Drained,
     Fence,
     Fenced,
     Free,
-    Grant,
-    Offer,
     Received,
     Send,
     SenderEvent,
@@ -30,6 +26,7 @@ from distca.schedule.serving.handoff.protocol import (
 )
 
 Bits = tuple[int, ...]
+"""Layers, as bits, by chunk."""
 
 
 @dataclass(frozen=True)
@@ -39,36 +36,20 @@ class Outgoing:
     Attributes:
         begun: its size.
         heard: when the decode side was last heard of.
-        computed: layers that are computed, as bits, by chunk.
-        issued: layers whose writing began, likewise.
-        written: layers whose writing ended, likewise.
-        offered: chunks that were offered, as bits.
-        granted: chunks that may be written, likewise.
-        received: chunks that the decode side has, likewise.
+        issued: layers whose writing began.
+        written: layers whose writing ended.
+        received: chunks that the decode side has, as bits.
         ending: why the transfer ends early; empty while it doesn't.
         fencing: the decode side counts as dead, and the channel is being closed.
     """
 
     begun: Begin
     heard: float
-    computed: Bits
     issued: Bits
     written: Bits
-    offered: int = 0
-    granted: int = 0
     received: int = 0
     ending: str = ""
     fencing: bool = False
-
-    def state_of(self, chunk: int) -> Literal["planned", "offered", "granted", "sent", "acked"]:
-        """Returns where a chunk is."""
-        if self.received >> chunk & 1:
-            return "acked"
-        if self.issued[chunk] == (1 << self.begun.layers) - 1:
-            return "sent"
-        if self.granted >> chunk & 1:
-            return "granted"
-        return "offered" if self.offered >> chunk & 1 else "planned"
 
 
 @dataclass(frozen=True)
@@ -95,33 +76,25 @@ def send(state: Sender, event: SenderEvent, now: float) -> tuple[Sender, list[Ac
     Returns:
         The state after it, and what is to be done, in this order.
     """
-    match event:
-        case Tick():
-            return _tick(state, now)
-        case Begin(transfer, chunks):
-            if transfer in state.outgoing:
-                return state, []
-            nothing = (0,) * chunks
-            return _with(state, transfer, Outgoing(event, now, nothing, nothing, nothing)), []
+    if isinstance(event, Tick):
+        return _tick(state, now)
     transfer = event.transfer
     known = state.outgoing.get(transfer)
+    if isinstance(event, Begin):
+        nothing = (0,) * event.chunks
+        begun = Outgoing(event, now, nothing, nothing)
+        return state if known is not None else _with(state, transfer, begun), []
     if known is None:
         # What has ended here, or never began, has no write under way.
         return state, [Send(Drained(transfer))] if isinstance(event, Abort) else []
     actions: list[Action] = []
     match event:
-        case Grant() | Received() | Abort() | Beat():
+        case Received() | Abort() | Beat():
             known = replace(known, heard=now)
     match event:
-        case Dispatched(_, chunk) if not known.ending:
-            known = replace(known, offered=known.offered | 1 << chunk)
-            actions.append(Send(Offer(transfer, chunk)))
         case Computed(_, chunk, layer) if not known.ending:
-            known = replace(known, computed=_set(known.computed, chunk, layer))
-            known, actions = _issue(known, chunk)
-        case Grant(_, chunk) if not known.ending:
-            known = replace(known, granted=known.granted | 1 << chunk)
-            known, actions = _issue(known, chunk)
+            known = replace(known, issued=_set(known.issued, chunk, layer))
+            actions.append(Write(transfer, chunk, layer))
         case Written(_, chunk, layer):
             known = replace(known, written=_set(known.written, chunk, layer))
         case Received(_, chunk):
@@ -148,17 +121,6 @@ def is_drained(outgoing: Outgoing) -> bool:
     return outgoing.written == outgoing.issued
 
 
-def _issue(outgoing: Outgoing, chunk: int) -> tuple[Outgoing, list[Action]]:
-    """Writes the layers of a chunk that are computed and granted, and were not written before."""
-    if not outgoing.granted >> chunk & 1:
-        return outgoing, []
-    new = outgoing.computed[chunk] & ~outgoing.issued[chunk]
-    layers = [layer for layer in range(outgoing.begun.layers) if new >> layer & 1]
-    for layer in layers:
-        outgoing = replace(outgoing, issued=_set(outgoing.issued, chunk, layer))
-    return outgoing, [Write(outgoing.begun.transfer, chunk, layer) for layer in layers]
-
-
 def _tick(state: Sender, now: float) -> tuple[Sender, list[Action]]:
     actions: list[Action] = []
     for transfer, known in state.outgoing.items():
@@ -175,9 +137,8 @@ def _tick(state: Sender, now: float) -> tuple[Sender, list[Action]]:
 
 def _free(state: Sender, transfer: Transfer, reason: str) -> tuple[Sender, list[Action]]:
     """Frees a request's blocks, and forgets it."""
-    outgoing = dict(state.outgoing)
-    blocks = outgoing.pop(transfer).begun.blocks
-    return replace(state, outgoing=outgoing), [Free(transfer, blocks, reason)]
+    outgoing = {each: known for each, known in state.outgoing.items() if each != transfer}
+    return replace(state, outgoing=outgoing), [Free(transfer, reason)]
 
 
 def _set(bits: Bits, chunk: int, layer: int) -> Bits:
