@@ -8,35 +8,56 @@ A request meets seven files, in this order:
 * `llm.py`: `LLM.generate` makes requests, and runs iterations until all are answered;
 * `engine.py`: `Engine.add`, `schedule`, `finish`: what has arrived, what is fed, what is answered;
 * `distca/schedule/serving/scheduler.py`: which tokens of which requests an iteration feeds, and
-  which blocks they get. Here a request waits, is admitted, gets a chunk, is preempted if there are
-  no blocks, and is aborted;
+  which blocks they get. Here a request waits, runs and is aborted;
 * `worker.py`: a process's iterations, in the order of their numbers;
-* `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy (`steps.py`
-  there has the strategies, `block_owners.py` says which rank owns a block). The rank that owns a
-  block computes its tokens, and the plans say which rank computes attention;
+* `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy. The rank that
+  owns a block computes its tokens, and the plans say which rank computes attention;
 * `model_runner.py`: a rank's blocks, and the layers of the model over its tokens. A rank without
   tokens takes part in attention alone;
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
   plans. A `LayerWatch` is called after each layer: prefill ranks send its keys and values then.
   From here on it is the runtime's: `distca/runtime/serving`.
 
+With what these call, a request passes 56 files of `distca` on one rank on CPUs, 20 of them here and
+in `distca/schedule/serving`, and 59 on two ranks. The others are of plans, costs, the runtime,
+transports and kernels: training shares all of these but five of `distca/runtime/serving`.
+
+Where is what:
+
+* A request is admitted by `Scheduler.schedule` (`distca/schedule/serving/scheduler.py`), in its
+  second loop. A prefix that `Scheduler._look_up` finds in the cache is computed by then: its blocks
+  are the request's, and its prefill begins behind them.
+* A chunk's size is what the iteration has left of `max_num_batched_tokens`, in the same method;
+  `Scheduler._next_tokens` bounds it where groups of ranks grow.
+* A block is its request's (`Request.blocks`), which says its rank, too; `BlockOwners`
+  (`distca/schedule/serving/block_owners.py`) has chosen that. `Scheduler._give_back` frees it.
+* If there are no blocks, `Scheduler._victim` names who is preempted: the youngest of the lowest
+  priority.
+* A strategy of prefills is added in `step_plan` (`distca/schedule/serving/steps.py`); the docstring
+  of `distca/schedule/serving/__init__.py` says what else it needs.
+* A token is chosen by the rank that owns the last one, in `choose_tokens` (`worker.py`) by
+  `SamplingParams.choose` (`sampling.py`). `LLM._run` gathers what all ranks have chosen
+  (`processes.py`), and `Engine.finish` ends the iteration with it on all ranks.
+* Decode's CUDA graphs begin in `ModelRunner.run`. `capture_for` (`cuda_graphs.py`) refuses them for
+  a model, `size_for` for a batch that is too large.
+* At an abort while vLLM loads a prompt, `PrefillClient.cancel` (`distca/prefill/client.py`) drops
+  what still comes. `PrefillRank._free` (`distca/prefill/ranks.py`) gives the ranks' blocks back
+  once nothing is written: `distca/schedule/serving/handoff/protocol.py` is the state machine.
+* If a rank dies, exchanges of the others fail, after `step_timeout` at the latest.
+  `RankProcesses._ended` (`rank_processes.py`) then ends all, or torchrun does. `distca prefill`
+  starts them again, and vLLM computes the prompts meanwhile.
+
 Three classes describe a request. `AddRequest` (`messages.py`) is what is asked for, and never
 changes, so all processes can be given the same. `Request` (`distca/schedule/serving/request.py`) is
-how far it is: the scheduler alone changes it, and it knows nothing of sampling. Workers are given
-both when it begins to run. They keep arrays that say which rank has each of its blocks; plans are
-made from these. `Completion` (`outputs.py`) is its answer. `LLM.abort` ends one early.
+how far it is, with its blocks: the scheduler alone changes it, and it knows nothing of sampling.
+Workers read both while it runs. `Completion` (`outputs.py`) is its answer. `LLM.abort` ends one
+early.
 
-The rank that owns the last token of a sequence chooses the next (`worker.py`, `sampling.py`), and
-`LLM` gathers what all ranks have chosen (`processes.py`) before its engine ends the iteration.
 `LLM` has an engine in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no
 plan: each worker makes it from what is fed, so no plan is sent between processes. With a small
 model and short prompts, plans take less than 1% of the CPU time, and scheduling 1%
 (benchmarks/results/serving/short_prompts.md). An iteration is scheduled when the one before has
 ended, since its tokens are known then. Scheduling it earlier would save little time.
-
-If a rank dies, the exchanges of the others fail, after `step_timeout` at the latest, and torchrun
-ends them all. The hand-off of keys and values to another engine is a state machine
-(`distca/schedule/serving/handoff/protocol.py`), which says what an abort or a death means there.
 
 Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the plans
 (`LLM.bytes_planned`). Tests hold the two together.

@@ -14,11 +14,11 @@ import distca.inference
 from distca.inference.llm import LLM, configure
 from distca.inference.models import read_model
 from distca.inference.sampling import SamplingParams
+from support.ranks import Ranks
 from support.small_models import save_small_model
 
 ROOT = Path(__file__).parents[2] / "distca"
-FOLDERS = ("inference/", "schedule/serving/", "runtime/serving/")
-MOST_FILES = 25
+TOUR, OTHERS = (distca.inference.__doc__ or "").split("Others:")
 # What a reader of each file of the tour looks for first.
 BEGINS = {
     "llm.py": "LLM.generate",
@@ -30,11 +30,12 @@ BEGINS = {
     "attention_runner.py": "AttentionRunner.begin",
 }
 
+Path_ = list[tuple[str, str]]
+"""Files and functions, in the order in which a request meets them."""
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    """Files and functions that answer a request, in the order in which it meets them."""
-    folder = save_small_model("llama", tmp_path_factory.mktemp("models"))
+
+def path_on_a_rank(folder: str, ranks: int) -> Path_:
+    """Answers a request on some ranks; returns what it meets in this process."""
     met: dict[tuple[str, str], None] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -42,28 +43,53 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
         if event == "call" and Path(code.co_filename).is_relative_to(ROOT):
             met[Path(code.co_filename).relative_to(ROOT).as_posix(), code.co_qualname] = None
 
+    llm = LLM(configure(read_model(folder, torch.float32), ranks))
+    # Kernels are loaded with the first request.
+    llm.generate([list(range(60, 90))], SamplingParams(max_tokens=3))
+    sys.setprofile(note)
     try:
-        llm = LLM(configure(read_model(str(folder), torch.float32)))
-        sys.setprofile(note)
-        try:
-            llm.generate([list(range(3, 43))], SamplingParams(max_tokens=3))
-        finally:
-            sys.setprofile(None)
+        llm.generate([list(range(3, 43))], SamplingParams(max_tokens=3))
     finally:
-        torch.distributed.destroy_process_group()
+        sys.setprofile(None)
     return list(met)
 
 
-def test_a_request_meets_few_files_and_none_that_has_nothing_to_do_for_it(path) -> None:
-    files = {file for file, _ in path if file.startswith(FOLDERS)}
-    assert len(files) <= MOST_FILES, sorted(files)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_small_model("llama", tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def path(folder: str) -> Path_:
+    try:
+        return path_on_a_rank(folder, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_tour_tells_how_many_files_a_request_passes(
+    ranks: Ranks, folder: str, path: Path_
+) -> None:
+    """All of ours, on one rank and on two."""
+    told = re.search(
+        r"passes (\d+) files of `distca` on one rank on CPUs, (\d+) of them here and\nin "
+        r"`distca/schedule/serving`, and (\d+) on two ranks",
+        TOUR,
+    )
+    assert told is not None
+    files = {file for file, _ in path}
+    both = [
+        {file for file, _ in each} for each in ranks.run(path_on_a_rank, folder, 2, world_size=2)
+    ]
+    near = [file for file in files if file.startswith(("inference/", "schedule/serving/"))]
+    assert [*map(int, told.groups())] == [len(files), len(near), len(set.union(*both))]
+    # What has nothing to do for it is not met.
     for idle in ("growing_groups", "moves", "partitions", "cdsp", "csps", "tensor_parallel"):
         assert not [file for file in files if idle in file]
 
 
-def test_the_tour_has_the_order_of_a_request(path) -> None:
-    shown, _ = (distca.inference.__doc__ or "").split("Others:")
-    tour = re.findall(r"^\* `(?:\S*/)?(\w+\.py)`", shown, re.M)
+def test_the_tour_has_the_order_of_a_request(path: Path_) -> None:
+    tour = re.findall(r"^\* `(?:\S*/)?(\w+\.py)`", TOUR, re.M)
     assert tour == [*BEGINS]
     places = [
         [Path(file).name for file, name in path if name == begins] for begins in BEGINS.values()
@@ -71,3 +97,18 @@ def test_the_tour_has_the_order_of_a_request(path) -> None:
     assert places == [[file] for file in BEGINS]
     order = [name for _, name in path if name in BEGINS.values()]
     assert order == [*BEGINS.values()]
+
+
+def test_what_the_tour_names_is_there() -> None:
+    """Files, and classes, methods and functions, each in one of our files."""
+    sources = [each.read_text() for each in ROOT.rglob("*.py")]
+    text = TOUR + OTHERS
+    for file in re.findall(r"`((?:distca/)?[\w/]+\.py)`", text):
+        assert (ROOT.parent / file).is_file() or (ROOT / "inference" / file).is_file(), file
+    for kind, member in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        of_kind = [each for each in sources if re.search(rf"^class {kind}\b", each, re.M)]
+        defines = re.compile(rf"^    (def )?{member}\b|self\.{member}\b", re.M)
+        assert any(map(defines.search, of_kind)), (kind, member)
+    for name in re.findall(r"`([a-z]\w+)`", text):
+        defines = re.compile(rf"^ *(def {name}\(|{name}: )", re.M)
+        assert any(map(defines.search, sources)), name
