@@ -48,6 +48,7 @@ class Engine(RuleBasedStateMachine):
         self.tokens: dict[int, list[int]] = {}
         self.most: dict[int, int] = {}
         self.salts: dict[int, bytes] = {}
+        self.requests: dict[int, Request] = {}
         self.tables: dict[int, list[Block]] = {}
         self.rows: dict[tuple[Block, int], tuple[bytes, ...]] = {}
         self.batch: SchedulerOutput | None = None
@@ -65,7 +66,9 @@ class Engine(RuleBasedStateMachine):
         alike = min(alike, length)
         tokens = [7] * alike + [100 + self.number] * (length - alike)
         self.salts[self.number] = salt
-        self.scheduler.add(Request(self.number, tokens, new, priority=priority, salt=salt))
+        request = Request(self.number, tokens, new, priority=priority, salt=salt)
+        self.scheduler.add(request)
+        self.requests[self.number] = request
         self.tokens[self.number], self.most[self.number] = tokens, length + new
         self.number += 1
 
@@ -124,7 +127,7 @@ class Engine(RuleBasedStateMachine):
 
     def is_held(self, number: int) -> bool:
         """Whether all of a prompt is computed for somebody else."""
-        return number in self.tables and self.scheduler.computed(number) == self.most[number]
+        return number in self.tables and self.requests[number].computed == self.most[number]
 
     def holds(self, number: int) -> bool:
         return self.most[number] == len(self.tokens[number])
@@ -166,7 +169,7 @@ class Engine(RuleBasedStateMachine):
         for number, table in self.tables.items():
             tokens = self.tokens.get(number)
             if tokens is not None and not self.batch:
-                for position in range(self.scheduler.computed(number)):
+                for position in range(self.requests[number].computed):
                     row = self.rows[table[position // SIZE], position % SIZE]
                     assert row == self.row(number, position)
 
@@ -190,11 +193,12 @@ class Engine(RuleBasedStateMachine):
 
 def test_a_prompt_that_is_held_keeps_its_blocks_and_chooses_no_token() -> None:
     scheduler, cache = scheduler_of(blocks=6, tokens=8)
-    scheduler.add(Request(0, [1] * 20, 0))
+    held = Request(0, [1] * 20, 0)
+    scheduler.add(held)
     batches = run(scheduler)
     assert [feed.count for batch in batches for feed in batch.feeds] == [8, 8, 4]
     assert not any(feed.samples for batch in batches for feed in batch.feeds)
-    assert (scheduler.held, scheduler.running, scheduler.computed(0)) == (1, 0, 20)
+    assert (scheduler.held, scheduler.running, held.computed) == (1, 0, 20)
     # 7 of 12 blocks are left, so this needs what is held, and waits for it.
     scheduler.add(Request(1, [2] * 32, 0))
     assert scheduler.schedule() is None

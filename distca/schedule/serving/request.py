@@ -41,7 +41,6 @@ class Request:
         digests: digests of its full blocks as far as they are known.
         home: rank of a short sequence.
         fed: tokens that the iteration under way feeds.
-        preempted: times that it gave up its blocks.
         block_size: tokens of a block.
         settled: full blocks of which it is known whether they move.
         evened_out: whether its blocks have been moved so that ranks hold equal shares.
@@ -66,7 +65,6 @@ class Request:
     digests: list[bytes] = field(default_factory=list, init=False)
     home: int = field(default=0, init=False)
     fed: int = field(default=0, init=False)
-    preempted: int = field(default=0, init=False)
     block_size: int = field(default=1, init=False)
     settled: int = field(default=0, init=False)
     evened_out: bool = field(default=False, init=False)

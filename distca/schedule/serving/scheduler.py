@@ -266,12 +266,6 @@ class Scheduler:
                 advances.append(self._append(each, chosen[each.number]))
         return advances
 
-    def computed(self, number: int) -> int:
-        """Returns the tokens of a sequence that runs or is held whose keys and values exist."""
-        if number in self._held:
-            return self._held[number].computed
-        return next(each.computed for each in self._running if each.number == number)
-
     def _share_prompt(self, each: Request) -> None:
         """Lets those go on that wait for a prompt, which is computed."""
         for follower in reversed(self._followers.pop(each.number)):
@@ -427,7 +421,6 @@ class Scheduler:
     def _preempt(self, each: Request) -> None:
         self._running.remove(each)
         self._give_back(each)
-        each.preempted += 1
         self.preemptions += 1
         self._wait(each, first=True)
 
