@@ -78,7 +78,7 @@ BLOCKERS = {
     "a decode step of a rank alone launches more than a graph": Blocker(
         "alone",
         "distca/inference/model_runner.py",
-        "steps_are_whole(self._attention, model.shape.head_dim)",
+        "steps_are_whole(self.attention, model.shape.head_dim)",
         "False",
         "launches: ",
     ),
