@@ -81,7 +81,7 @@ class ModelRunner:
         self._forgotten_bytes = 0
         self._model = model.runnable(device, tensor_ranks, computes)
         assert len(self._model.scales) == len(model.windows), "layers of another kind"
-        self._speaks, self._sharing = tensor_ranks.rank == 0, tensor_ranks.sharing
+        self._returns_logits, self._sharing = tensor_ranks.rank == 0, tensor_ranks.sharing
         if model.softcap is not None:
             assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
             core = replace(core, kernel=SoftCapped(core.kernel, model.softcap))
@@ -239,7 +239,7 @@ class ModelRunner:
         if logits is None:
             logits = self._logits(batch, ids, positions, rows, run)
         assert run.layers_run == len(self._served.windows), "a layer did not ask for its attention"
-        if not self._speaks:
+        if not self._returns_logits:
             return NO_LOGITS
         counts = [len(last), *map(len, scored.values())]
         first, *others = torch.split(logits.float(), counts)
