@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from distca.commands.described import Group
+from distca.commands.described import Group, flag_of
 from distca.commands.served_sparsity import CSPS
 from distca.inference.transports import TRANSPORTS, check_transport
 
@@ -29,6 +29,33 @@ def add_machine_flags(group: Group) -> None:
         help="Speed of the link between two ranks, used by auto. Default: NVLink's, or what "
         "processes reach on CPUs.",
     )
+
+
+def check_machine_flags(args: argparse.Namespace) -> None:
+    """Checks the flags of `add_machine_flags`.
+
+    Raises:
+        ValueError: the speed is none.
+    """
+    if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
+        raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
+
+
+def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Checks flags that are whole numbers, unless they are not given or have words as values.
+
+    Args:
+        args: flags.
+        names: their names among these.
+        least: least value.
+
+    Raises:
+        ValueError: one is lower.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"{flag_of(name)} {value}: give at least {least}")
 
 
 def add_block_size_flag(group: Group) -> None:
@@ -120,9 +147,8 @@ def check_exchange(args: argparse.Namespace) -> None:
     """
     import torch
 
+    check_counts(args, "attention_servers", least=0)
     servers = args.attention_servers
-    if servers < 0:
-        raise ValueError(f"--attention-servers {servers}: give 0 or more")
     if servers and args.prefill_strategy in (CSPS, ALL_GATHER):
         raise ValueError(
             f"--prefill-strategy {args.prefill_strategy} does not work with --attention-servers "

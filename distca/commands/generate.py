@@ -18,7 +18,9 @@ from distca.commands.engine_flags import (
     add_exchange_flags,
     add_machine_flags,
     add_timeout_flag,
+    check_counts,
     check_exchange,
+    check_machine_flags,
     check_timeout,
 )
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
@@ -381,20 +383,18 @@ def _check_flags(args: argparse.Namespace) -> None:
             f"{' and '.join(given) or 'nothing'} is given: give one of --prompt, --prompt-ids and "
             "--conversations"
         )
-    for flag, value in (
-        ("--context-parallel-size", args.context_parallel_size),
-        ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
-        ("--block-size", args.block_size),
-        ("--max-tokens", args.max_tokens),
-        ("--max-num-seqs", args.max_num_seqs),
-        ("--max-num-batched-tokens", args.max_num_batched_tokens),
-        ("--kv-cache-memory-bytes", args.kv_cache_memory_bytes),
-    ):
-        if value not in (None, AUTO) and value < 1:
-            raise ValueError(f"{flag} {value}: give at least 1")
+    check_counts(
+        args,
+        "context_parallel_size",
+        "cp_kv_cache_interleave_size",
+        "block_size",
+        "max_tokens",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
+    )
     check_timeout(args)
-    if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
-        raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
+    check_machine_flags(args)
     if args.trace is not None and (args.trace.is_dir() or not args.trace.parent.is_dir()):
         raise ValueError(f"--trace {args.trace}: give a file in a folder that there is")
     if not 0 <= args.temperature < float("inf"):

@@ -17,6 +17,8 @@ from distca.commands.engine_flags import (
     add_machine_flags,
     add_pool_flags,
     add_timeout_flag,
+    check_counts,
+    check_machine_flags,
     check_timeout,
 )
 from distca.commands.prefill_model import add_model_flags, read_prefill_model
@@ -300,23 +302,17 @@ def _serve(args: argparse.Namespace, model: ServedModel, told: str, config: Engi
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    for flag, value in (
-        ("--context-parallel-size", args.context_parallel_size),
-        ("--tensor-parallel-size", args.tensor_parallel_size),
-        ("--block-size", args.block_size),
-        ("--max-num-seqs", args.max_num_seqs),
-        ("--max-num-batched-tokens", args.max_num_batched_tokens),
-        ("--kv-cache-memory-bytes", args.kv_cache_memory_bytes),
-        ("--max-model-len", args.max_model_len),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value}: give at least 1")
-    for flag, value in (
-        ("--context-parallel-threshold", args.context_parallel_threshold),
-        ("--max-restarts", args.max_restarts),
-    ):
-        if value < 0:
-            raise ValueError(f"{flag} {value}: give 0 or more")
+    check_counts(
+        args,
+        "context_parallel_size",
+        "tensor_parallel_size",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
+        "max_model_len",
+    )
+    check_counts(args, "context_parallel_threshold", "max_restarts", least=0)
     if not 0 < args.lease < float("inf"):
         raise ValueError(f"--lease {args.lease}: give seconds above 0, not infinity")
     check_timeout(args)
@@ -326,5 +322,4 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--gpu-memory-utilization {args.gpu_memory_utilization}: give more than 0, at most 1"
         )
-    if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
-        raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
+    check_machine_flags(args)

@@ -13,6 +13,7 @@ import numpy as np
 
 from distca.commands import tune_groups, tune_overlap, tune_sparsity
 from distca.commands.command_line import Parser, check_output, unknown
+from distca.commands.engine_flags import check_counts, check_machine_flags
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.progress import Progress, progress, track
 from distca.schedule.serving.partitions import (
@@ -314,10 +315,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--context-parallel-size {ranks}: a chain has at least 2 ranks")
     if min(args.lengths) < ranks:
         raise ValueError(f"--lengths {min(args.lengths)}: give at least a token for each rank")
-    if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
-        raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: give at least 1")
+    check_machine_flags(args)
+    check_counts(args, "rounds")
     if args.measure and (args.profile is not None or args.node_gb_per_s is not None):
         raise ValueError("--profile and --node-gb-per-s are for simulated seconds, not --measure")
     check_output("--output", args.output)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distca.commands.command_line import Parser, check_output
+from distca.commands.engine_flags import check_counts
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.progress import track
 from distca.schedule.serving.cdsp import Prefill, PrefillModel, Search, published_model
@@ -161,10 +162,7 @@ def _lengths(positions: int) -> list[int]:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    if args.context_parallel_size < 1:
-        raise ValueError(f"--context-parallel-size {args.context_parallel_size}: give at least 1")
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: give at least 1")
+    check_counts(args, "context_parallel_size", "rounds")
     if args.lengths is not None:
         if min(args.lengths) < 1:
             raise ValueError(f"--lengths {min(args.lengths)}: give at least 1")
