@@ -128,7 +128,7 @@ def drawn(number: int, seed: int) -> list[Job]:
         cluster = str(generator.choice(["dgx-h200", "dgx-h100", "dgx-a100", "dgx-b200"]))
         recompute = str(generator.choice(["none", "none", "mlp", "full"]))
         sequences = max(gpus // 2 ** int(generator.integers(1, 5)), 2**19 // context, 1)
-        more = () if recompute == "none" else ("--recompute", recompute)
+        more: tuple[str, ...] = () if recompute == "none" else ("--recompute", recompute)
         if (experts := MODELS[model].experts) is not None:
             more += ("--expert-model-parallel-size", str(math.gcd(gpus, experts.number, 64)))
         kind = str(generator.choice(documents))

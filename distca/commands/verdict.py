@@ -81,7 +81,8 @@ class Verdict:
         return PIPELINES_ERROR if pipelines else SIMULATORS_ERROR
 
     def _within_error(self, gain: SpeedUp) -> bool:
-        return abs(gain.mean - 1) < self._error
+        """Whether the end of the range that is nearer to 1 is within the simulator's error."""
+        return min(abs(gain.low - 1), abs(gain.high - 1)) < self._error
 
     @property
     def faster(self) -> bool | None:

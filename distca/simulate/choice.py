@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from distca.simulate.breakdown import Breakdown
+from distca.simulate.trials import Trial
 from distca.simulate.workload import Candidate
 
 
@@ -41,3 +45,40 @@ class Choice:
     seconds_of_batches: tuple[float, ...] = ()
     parts: Breakdown | None = None
     from_parts: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        system: str,
+        best: Candidate | None,
+        trials: Sequence[Trial],
+        tried: int,
+        simulated: int,
+        out_of_memory: int,
+    ) -> Choice:
+        """Sums up the trials of a system's best configuration.
+
+        Args:
+            system: one of `SYSTEMS`.
+            best: the configuration; None: there is none.
+            trials: its figures in each batch.
+            tried, simulated, out_of_memory: as above.
+        """
+        counts = tried, simulated, out_of_memory
+        if best is None:
+            none = float("nan")
+            return cls(system, None, none, none, none, none, none, *counts)
+        seconds = sum(trial.seconds for trial in trials)
+        return cls(
+            system,
+            best,
+            seconds / len(trials),
+            sum(trial.tokens for trial in trials) / seconds,
+            max(trial.memory_gb for trial in trials),
+            float(np.mean([trial.idle for trial in trials])),
+            float(np.mean([trial.exposed for trial in trials])),
+            *counts,
+            tuple(trial.seconds for trial in trials),
+            trials[0].parts,
+            sum(trial.from_part for trial in trials),
+        )

@@ -11,7 +11,7 @@ the efforts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,11 +24,11 @@ from distca.simulate.space import (
     candidates,
     divisions,
     estimate,
+    last_resorts,
     only_divides_further,
     sizes_of,
     with_less_memory,
     with_more_micro_batches,
-    with_smaller_buffers,
 )
 from distca.simulate.speed_up import SpeedUp
 from distca.simulate.stand_ins import StandIns
@@ -37,8 +37,6 @@ from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
 _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
-_LAST_RESORTS = 4
-"""Configurations, those that need least memory, that are tried with less where none fits."""
 _WAVE, _PAIR = 8, 2
 """Most configurations that run before others are held against them; and with `--distca`."""
 _NEAR = 1.005
@@ -46,6 +44,9 @@ _NEAR = 1.005
 _HOPEFUL = 1.1
 """Ratio to the fastest up to which one that has run the several batches of the first round runs
 more."""
+_OTHER_KIND = 1.03
+"""Ratio to the seconds of the best up to which the best with or without server pools, or shared
+heads, gets variants of its own."""
 _PROMISED = 0.95
 """Share of the seconds that a part of an iteration promises which all of it takes at least: two
 ticks promised 0.97 to 1.03 times as many as more of them took, on 1,024 GPUs."""
@@ -101,35 +102,18 @@ def find_best(
         search.left.sort(key=lambda candidate: estimate(candidate, workload, batches[0]))
     best: Candidate | None = None
     while search.left and best is None:
-        best = search.next_best()
+        starts = search.next_best()
         reached(_COMPARED)
-        if best is not None:
-            best = search.sweep(best)
+        if starts:
+            swept = [search.sweep(each) for each in starts]
             reached(_SWEPT)
-            best = search.in_all_batches(best)
+            best = search.in_all_batches(search.fastest_of(swept))
         if best is None and not search.left:
             search.left = search.last_resorts()
     # Server pools are variants of sizes, and may have run with other numbers of micro-batches.
     simulated = len({sizes_of(c) for c in search.trials if c.pool_size is None})
     counts = tried, simulated, tried - len(able) + search.failed()
-    if best is None:
-        none = float("nan")
-        return Choice(system, None, none, none, none, none, none, *counts)
-    trials = search.trials[best]
-    seconds = sum(trial.seconds for trial in trials)
-    return Choice(
-        system,
-        best,
-        seconds / len(trials),
-        sum(trial.tokens for trial in trials) / seconds,
-        max(trial.memory_gb for trial in trials),
-        float(np.mean([trial.idle for trial in trials])),
-        float(np.mean([trial.exposed for trial in trials])),
-        *counts,
-        tuple(trial.seconds for trial in trials),
-        trials[0].parts,
-        sum(trial.from_part for trial in trials),
-    )
+    return Choice.of(system, best, search.trials.get(best, ()) if best else (), *counts)
 
 
 @dataclass
@@ -156,21 +140,37 @@ class _Search:
     trials: dict[Candidate, Sequence[Trial]] = field(default_factory=dict)
     later: Sequence[Bounds] = ()
 
-    def next_best(self) -> Candidate | None:
-        """Takes configurations through all rounds; returns the fastest that fits, if any does."""
+    def next_best(self) -> list[Candidate]:
+        """Takes configurations through all rounds; returns the fastest that fits, if any does, and
+        the fastest of other kinds, which may be the faster one with variants of its own."""
         fitting = self._first_round()
         count = self._compared_batches
         kept = fitting[: self.effort.keep]
         if self._first > 1 and fitting:
             most = _HOPEFUL * self._seconds(fitting[0], self._first)
             kept = [each for each in fitting if self._seconds(each, self._first) <= most]
+        kept += [each for each in self._of_each_kind(fitting, self._first) if each not in kept]
         order = self._race(kept, count)
         order += self._most_tried([candidate for candidate in fitting if candidate not in order])
         # What is fast in one batch may not fit in another.
         best = next((candidate for candidate in order if self._run([candidate], count)), None)
         # What does not fit in a later batch may in a configuration that takes less memory.
         self.left[:0] = self._substitutes(fitting)
-        return best
+        if best is None:
+            return []
+        ran = [each for each in order if len(self.trials[each]) >= count and self._fits(each)]
+        return self._of_each_kind([best, *ran], count)
+
+    def _of_each_kind(self, some: Sequence[Candidate], count: int) -> list[Candidate]:
+        """Returns the first of the configurations, and the first with and without server pools and
+        shared heads that are nearly as fast; where one batch chooses, the first alone."""
+        if not some or self._compared_batches == 1 or self.effort.alternatives is None:
+            return [*some[:1]]
+        most, kinds = _OTHER_KIND * self._seconds(some[0], count), dict[object, Candidate]()
+        for each in some:
+            if self._seconds(each, count) <= most:
+                kinds.setdefault((each.pool_size is None, each.head_parallel > 1), each)
+        return [*kinds.values()]
 
     @property
     def _compared_batches(self) -> int:
@@ -375,6 +375,14 @@ class _Search:
         many = any(self.bounds[0].has_many_ticks(each) for each in self.left[:number])
         return number if many else 0
 
+    def fastest_of(self, some: Sequence[Candidate]) -> Candidate:
+        """Returns the fastest over all batches of configurations that fit in them; the first one if
+        none does."""
+        different = list(dict.fromkeys(some))
+        if len(different) == 1:
+            return different[0]
+        return next(iter(self._run(different, len(self.batches), last=True)), different[0])
+
     def in_all_batches(self, best: Candidate) -> Candidate | None:
         """Returns the best configuration if it fits in all batches, else one that does: of those
         that have run most batches the fastest; None: none does.
@@ -406,20 +414,10 @@ class _Search:
         return sorted(ran, key=lambda each: (-ran[each], self._seconds(each, ran[each])))
 
     def last_resorts(self) -> list[Candidate]:
-        """Configurations that have not run, for a workload in which none fits: with the last
-        tolerance, and with smaller buffers, which cost time."""
+        """Configurations that have not run, for a workload in which none fits."""
         failed = sorted(self.trials, key=lambda c: max(t.memory_gb for t in self.trials[c]))
-        sizes = list(dict.fromkeys(map(sizes_of, failed)))[:_LAST_RESORTS]
-        least = [next(c for c in failed if sizes_of(c) == each) for each in sizes]
-        # Variants that only ran a batch may need more memory in others.
-        plain = [
-            replace(each, pool_size=None, ping_pong=True, keeps_inputs=False, network_divisor=1)
-            for each in least
-        ]
-        tolerances = dict.fromkeys((None, self.effort.last_tolerance))
-        tolerant = [replace(each, tolerance=t) for each in plain for t in tolerances]
-        bounded = [o for each in tolerant for o in with_smaller_buffers(each, self.workload)]
-        return [candidate for candidate in tolerant + bounded if candidate not in self.trials]
+        some = last_resorts(failed, self.workload, self.effort.last_tolerance)
+        return [candidate for candidate in some if candidate not in self.trials]
 
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps.

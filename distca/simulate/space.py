@@ -32,6 +32,8 @@ _CHAINS = (2, 4)
 """Lengths of the chains of micro-batches that are tried."""
 _BUFFERS = (4.0, 3.0, 2.5, 2.0)
 """Bounds of what a server receives that are tried: times the bytes of the rows that it owns."""
+_LAST_RESORTS = 4
+"""Configurations, those that need least memory, that are tried with less where none fits."""
 _SLOWEST_NETWORK = 12.5
 """Network speed in GB/s down to which plans are tried: the same for all clusters, so that a faster
 network has all plans of a slower one."""
@@ -160,7 +162,7 @@ def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
         or candidate.max_in_flight is not None
     ):
         return []
-    return [replace(candidate, max_in_flight=candidate.stages)]
+    return [replace(candidate, max_in_flight=max(candidate.stages, candidate.chain))]
 
 
 def without_latents(candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -200,10 +202,11 @@ def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Returns the configuration with smaller micro-batches that share documents, longest chains
     last.
 
-    Without a pipeline they are no use, and as in training each rank has whole attention blocks.
+    Without a pipeline they are no use, and as in training each rank has whole attention blocks. A
+    chain lies on all ranks, and in no server pool.
     """
     tokens = workload.sequences * workload.context // candidate.micro_batches // candidate.data
-    if candidate.stages == 1:
+    if candidate.stages == 1 or candidate.chain > 1 or candidate.pool_size is not None:
         return []
     return [
         replace(
@@ -308,6 +311,29 @@ def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Ca
     if workload.sequences // more * workload.context % (2 * candidate.data):
         return []
     return [replace(candidate, micro_batches=more)]
+
+
+def last_resorts(
+    failed: Sequence[Candidate], workload: Workload, last_tolerance: float | None
+) -> list[Candidate]:
+    """Returns configurations for a workload in which none fits: with another tolerance, and with
+    smaller buffers, which cost time.
+
+    Args:
+        failed: configurations that do not fit, those first that need least memory.
+        workload: model, cluster and sizes.
+        last_tolerance: value of `Candidate.tolerance` to try; None: none.
+    """
+    sizes = list(dict.fromkeys(map(sizes_of, failed)))[:_LAST_RESORTS]
+    least = [next(c for c in failed if sizes_of(c) == each) for each in sizes]
+    # Variants that only ran a batch may need more memory in others.
+    plain = [
+        replace(each, pool_size=None, ping_pong=True, keeps_inputs=False, network_divisor=1)
+        for each in least
+    ]
+    tolerances = dict.fromkeys((None, last_tolerance))
+    tolerant = [replace(each, tolerance=t) for each in plain for t in tolerances]
+    return tolerant + [o for each in tolerant for o in with_smaller_buffers(each, workload)]
 
 
 def only_divides_further(candidate: Candidate, other: Candidate) -> bool:

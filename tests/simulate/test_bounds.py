@@ -105,7 +105,9 @@ def test_the_search_finds_what_an_exhaustive_one_finds() -> None:
         assert choice.candidate is not None
         # DistCA has variants beside, which are as fast or faster.
         assert 2 * choice.seconds <= min(every.values()) * (1 + 1e-9)
-        assert choice.simulated < choice.tried
+        # Of some systems all layouts are among those that are held against each other.
+        assert choice.simulated < choice.tried or choice.tried <= 13
+    assert sum(choice.simulated < choice.tried for choice in choices) > 2
 
 
 def test_what_a_bound_leaves_out() -> None:
@@ -202,7 +204,7 @@ def test_alike_ranks_of_a_ring_are_simulated_once() -> None:
 
 
 def test_one_batch_chooses_where_it_has_many_sequences() -> None:
-    """Of the job's batches the best configuration alone runs all."""
+    """Of the job's batches the best configurations alone run all: of a peer the best two."""
     many = replace(JOB, sequences=96)
     batches = [batch(seed, sequences=96) for seed in range(3)]
     with Trials(many, batches) as trials:
@@ -219,8 +221,10 @@ def test_one_batch_chooses_where_it_has_many_sequences() -> None:
         trials.first = counted  # type: ignore[method-assign]
         (choice,) = advise(many, batches, ["cp-p2p"], [1, 2], [1], trials=trials)
     assert choice.candidate is not None
-    assert len(counts) > 1
-    assert [each for each, count in counts.items() if count > 1] == [choice.candidate]
+    assert len(counts) > 2
+    several = [each for each, count in counts.items() if count > 1]
+    assert choice.candidate in several
+    assert len(several) == 2
 
 
 class Told(Trials):

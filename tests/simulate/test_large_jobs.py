@@ -84,7 +84,7 @@ def test_a_few_pools_choose_where_one_batch_does() -> None:
         effort = Effort(2, 1, 1, 1, lambda *_: pools, [(lambda best, _: [*pools, best], 1.0)])
         bounds = [Bounds(workload, documents)]
         search = _Search(workload, [documents], evaluate, effort, [plain], bounds)
-        best = search.next_best()
+        (best,) = search.next_best()
         assert best in pools
         assert best == min(pools, key=bounds[0].seconds)
         # Those that do not run are known by a few of their pools.
@@ -124,7 +124,7 @@ def test_pools_of_other_sizes_are_tried_that_promise_least_without_pools() -> No
 
     def best(left: list[Candidate]) -> Candidate | None:
         search = _Search(JOB, [documents], evaluate, Effort(1, 1, 1, 1, in_pools), left, bounds)
-        return search.next_best()
+        return next(iter(search.next_best()), None)
 
     # Of a size the one with the fewest micro-batches runs, in pools.
     few = replace(others[1], pool_size=2)
@@ -185,7 +185,7 @@ def test_a_document_that_fits_no_pool_is_found_without_a_plan() -> None:
 
     effort = Effort(1, 1, 1, 1, lambda *_: [one])
     search = _Search(small, [documents], evaluate, effort, [plain], [Bounds(small, documents)])
-    assert search.next_best() == plain
+    assert search.next_best() == [plain]
     ran += [each for each in search.trials if each.pool_size is not None]
     assert ran == []
 
@@ -284,7 +284,7 @@ def test_a_search_goes_by_two_of_many_ticks(monkeypatch: pytest.MonkeyPatch) -> 
     effort = Effort(1, 1, 1, 3, lambda *_: [], sweeps)
     bounds = [Known(MANY_TICKS, documents)]
     search = _Search(MANY_TICKS, [documents], evaluate, effort, [slow, full, fast], bounds)
-    best = search.next_best()
+    (best,) = search.next_best()
     assert best == fast
     # The slow one is left out once the fast one is known to fit.
     assert slow not in stood

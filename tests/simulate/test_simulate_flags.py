@@ -19,7 +19,6 @@ from distca.simulate import (
     DISTCA_SYSTEMS,
     PUBLISHED,
     Candidate,
-    ModelCosts,
     Workload,
     divisions,
     training_flags,
@@ -75,7 +74,7 @@ def parsed(flags: Sequence[str], workload: Workload) -> Namespace:
 
 def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     """Sizes, tokens, micro-batches, documents, and what plans are judged by."""
-    c, costs = candidate, ModelCosts(workload.model, workload.cluster, candidate.tensor)
+    c = candidate
     sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     assert (*sizes, args.data_parallel_size) == (c.tensor, c.stages, c.data)
     assert args.world_size == workload.gpus
