@@ -239,6 +239,8 @@ def test_mirrored_pieces_beside_contiguous_ones() -> None:
     total, busiest = (each.partition(" (")[0] for each in found)
     said = f"move {total} times the bytes, {busiest} times on the busiest rank"
     assert said in " ".join(INDEX.read_text().split())
+    said = f"move {total} times the bytes in all, and {busiest} times the bytes of the busiest rank"
+    assert said in words_of("docs/planning.md")
 
 
 def test_plans_of_tiles_beside_what_megatron_has() -> None:
