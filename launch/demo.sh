@@ -85,6 +85,6 @@ telling $! plain_iteration || { tail -n 20 demo/plain.log >&2 && exit 1; }
 if .venv/bin/distca convert --force --to demo/model \
     --checkpoint "$(value_of --save demo/checkpoints "${more[@]}")"; then
     # What is likeliest is then an underscore, over and over: samples show more.
-    echo "the model answers: .venv/bin/distca generate demo/model --prompt 'def main(' --temperature 0.8" >&2
+    echo "the model answers: .venv/bin/distca generate demo/model --prompt 'def main(' --temperature 0.8 --seed 1" >&2
     echo "(it has seen few tokens: expect words of Python in no order, not code that runs)" >&2
 fi
