@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from pathlib import Path
+
+_ABOVE = Path(__file__).resolve().parents[1]
+"""The folder that this package lies in: a checkout, or one of installed packages."""
 
 
 def ordinal(number: int) -> str:
@@ -14,11 +17,11 @@ def ordinal(number: int) -> str:
 def install(extra: str) -> str:
     """Returns the command that installs an extra of this package.
 
-    A package that is not installed runs from its checkout, and may be on no index.
+    A package that runs from its checkout, installed with `-e` or not at all, may be on no index.
     """
-    try:
-        importlib.metadata.version("distca")
-    except importlib.metadata.PackageNotFoundError:
+    project = _ABOVE / "pyproject.toml"
+    # Some packages leave a file of this name among installed ones.
+    if project.is_file() and 'name = "distca"' in project.read_text(encoding="utf-8"):
         return f"pip install -e '.[{extra}]', in the checkout of DistCA"
     return f"pip install 'distca[{extra}]'"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from pathlib import Path
 
 import pytest
 
+from distca import wording
 from distca.wording import counted, install, ordinal
 
 
@@ -15,15 +16,16 @@ def test_places_in_a_row() -> None:
     assert " ".join(map(ordinal, numbers)) == places
 
 
-def test_an_extra_is_installed_from_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
-    assert install("plot") == "pip install 'distca[plot]'"
-
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+def test_an_extra_is_installed_from_where_the_package_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """These tests run in a checkout, which may be installed with `-e`."""
     assert install("plot") == "pip install -e '.[plot]', in the checkout of DistCA"
+    # Among installed packages, one of which leaves its own file there.
+    monkeypatch.setattr(wording, "_ABOVE", tmp_path)
+    assert install("plot") == "pip install 'distca[plot]'"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    assert install("plot") == "pip install 'distca[plot]'"
 
 
 def test_one_thing_is_singular_and_large_numbers_have_commas() -> None:

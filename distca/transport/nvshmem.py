@@ -38,6 +38,7 @@ from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with
 from distca.transport.device import DeviceRank, Kernels, control_bytes
 from distca.transport.shared_segments import machine_id
 from distca.transport.symmetric_bytes import ALIGNMENT, SymmetricBytes
+from distca.wording import install
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,8 @@ def _nvshmem() -> tuple[ModuleType, ModuleType]:
     except (ImportError, OSError, RuntimeError) as error:
         cuda = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
-            f"NVSHMEM for Python cannot be imported ({error}): pip install "
-            f"'distca[nvshmem-cu{cuda}]'; `distca doctor` shows what there is"
+            f"NVSHMEM for Python cannot be imported ({error}): {install(f'nvshmem-cu{cuda}')}; "
+            "`distca doctor` shows what there is"
         ) from error
     return core, bindings
 

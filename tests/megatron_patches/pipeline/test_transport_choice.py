@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distca.transport import TransportError
+from distca.wording import install
 from megatron_patches.flags.config import DistcaConfig, TransportConfig
 from megatron_patches.flags.parallel import ParallelSizes
 
@@ -72,7 +73,7 @@ def test_only_auto_falls_back(ranks) -> None:
     assert errors[0] == errors[1]
     assert errors[0][0] == "TransportError"
     if "cannot be imported" in errors[0][1]:
-        assert "pip install 'distca[nvshmem-cu13]'" in errors[0][1]
+        assert install("nvshmem-cu13") in errors[0][1]
 
 
 @pytest.mark.parametrize("dedicated", [0, 1])
