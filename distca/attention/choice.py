@@ -102,7 +102,7 @@ GPU_KERNELS = (
         lambda major, head_dim: True,
         "flash-attn",
         (2, 7),
-        install="pip install 'flash-attn>=2.7'",
+        install="pip install --no-build-isolation 'flash-attn>=2.7'",
         block=256,
     ),
     GpuKernel(2, flash.TorchFlashKernel, lambda major, head_dim: True, block=256, softcaps=False),

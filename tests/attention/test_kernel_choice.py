@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from distca.attention import KernelTasks, select_kernel
-from distca.attention.choice import advice, check_block_size, check_head_dim, choose
+from distca.attention.choice import (
+    GPU_KERNELS,
+    advice,
+    check_block_size,
+    check_head_dim,
+    choose,
+)
 from distca.attention.paged import KeyTable, PagedKeys
 from distca.attention.softcap import SoftCapped
 from distca.commands import doctor
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 from support.fake_flash import MODULES, FakePackages
 
+ROOT = Path(__file__).parents[2]
 FA2, FA3, FA4 = {"flash-attn": "2.8.3"}, {"flash-attn-3": "3.0.0"}, {"flash-attn-4": "4.0.0b36"}
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -157,7 +165,7 @@ def test_blocks_that_a_kernel_does_not_read_are_refused(
 
 def test_scores_with_a_soft_cap_need_a_package(packages, monkeypatch) -> None:
     on_gpu(monkeypatch, (8, 0))
-    with pytest.raises(ValueError, match=r"no soft cap of scores: pip install .flash-attn>=2\.7'"):
+    with pytest.raises(ValueError, match=r"no soft cap of scores: pip .* 'flash-attn>=2\.7'"):
         select_kernel("cuda", 128, softcaps=True)
     packages.install(FA2)
     assert type(select_kernel("cuda", 128, softcaps=True)).__name__ == "FlashAttn2Kernel"
@@ -246,3 +254,10 @@ def test_calls_mean_the_pools_rows(
     for found in (kernel.forward_paged(q, k, v, tasks, keys, into), into):
         for mine, theirs in zip(found, expected, strict=True):
             assert_close(mine, theirs.double(), 3e-6)
+
+
+def test_the_page_of_the_first_run_installs_kernels_as_messages_say() -> None:
+    page = (ROOT / "docs" / "first_gpu_run.md").read_text().replace("`", "")
+    commands = [kernel.install for kernel in GPU_KERNELS if kernel.package]
+    assert len(commands) == 3
+    assert [command for command in commands if command not in page] == []
