@@ -28,7 +28,7 @@ from megatron_patches.flags.memory import machine_memory
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.finite import check_weights
 from megatron_patches.loop.launcher import kill_leftovers
-from megatron_patches.loop.messages import exit_with_message
+from megatron_patches.loop.messages import exit_with_message, leave_out_repetitions
 from megatron_patches.loop.run import (
     LoopRun,
     arguments_with_vocabulary,
@@ -85,6 +85,7 @@ def check_arguments(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., A
     @functools.wraps(theirs)
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
         show_our_messages(args.rank, run.environment)
+        leave_out_repetitions(args.rank)
         cpu.log_what_replaces_gpus()
         _warn_of_flags_without_effect(args)
         # torchrun tells it, and starts a process for each GPU.

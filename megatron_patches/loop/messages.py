@@ -68,6 +68,44 @@ def message_level(rank: int) -> int:
     return logging.INFO if rank == 0 else logging.WARNING
 
 
+class FirstReads(logging.Filter):
+    """Passes what megatron-core says of an index when it reads it first: each split reads each."""
+
+    _BEGINS = "Load the _IndexReader from "
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: set[str] = set()
+        self._again = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether a message is of a first reading, or a warning."""
+        text = record.getMessage()
+        if text.startswith(self._BEGINS):
+            self._again = text in self._read
+            self._read.add(text)
+        # The lines that follow name no file.
+        return not self._again or record.levelno >= logging.WARNING
+
+
+def says_how_it_saves(record: logging.LogRecord) -> bool:
+    """Returns whether a message is megatron-core's warning of how it saves, from every rank."""
+    return record.getMessage().startswith("MCore's async save is deprecated")
+
+
+def leave_out_repetitions(rank: int) -> None:
+    """Leaves out what megatron-core says again, of another split or on another rank.
+
+    Args:
+        rank: number of this rank.
+    """
+    core = "megatron.core"
+    logging.getLogger(f"{core}.datasets.indexed_dataset").addFilter(FirstReads())
+    if rank != 0:
+        log = logging.getLogger(f"{core}.dist_checkpointing.strategies.torch")
+        log.addFilter(lambda record: not says_how_it_saves(record))
+
+
 def exit_with_message(message: str, rank: int) -> NoReturn:
     """Ends a rank because of flags with which all ranks end: the first one says why.
 

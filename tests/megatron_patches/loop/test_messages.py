@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import pytest
 
 from megatron_patches.loop import messages
+from megatron_patches.loop.messages import FirstReads
+
+
+def passed(filtered: logging.Filter, said: Sequence[str], level: int = logging.INFO) -> list[str]:
+    """The messages that a filter passes, of which each is of this level."""
+    records = [logging.LogRecord("it", level, "", 0, text, None, None) for text in said]
+    return [each.getMessage() for each in records if filtered.filter(each)]
+
+
+def test_an_index_that_is_read_again_says_nothing() -> None:
+    """Its lines name no file, and those of two files may be equal."""
+    one, two = (
+        [f"Load the _IndexReader from {name}", "\tExtract the document indices", "> total: 33"]
+        for name in ("a.idx", "b.idx")
+    )
+    filtered = FirstReads()
+    assert passed(filtered, [*one, *two, *one, *two]) == [*one, *two]
+    assert passed(filtered, ["it is broken"], logging.WARNING) == ["it is broken"]
 
 
 def test_other_ranks_leave_the_first_the_time_to_tell(monkeypatch, caplog) -> None:
