@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.cost.kernel_time import AnalyticCost, CostModel
+from distca.cost.kernel_time import AnalyticCost
 from distca.cost.rows import rank_rows
 from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
@@ -32,7 +32,7 @@ class PlanSummary:
         query_rows_moved: queries that a server computes for another rank.
         key_rows_moved: keys, with their values, that a server has from another rank; those that
             several servers have count several times.
-        load_unit: "pairs", or seconds: predicted from measured times, or at an assumed speed.
+        load_unit: "pairs", or "seconds (predicted)": from measured times.
         load_mean: mean load of a server, in that unit.
         load_max_over_mean_before: load of the busiest rank over the mean in plain data parallelism
             (`plain_loads`).
@@ -75,15 +75,6 @@ class PlanSummary:
     notes: tuple[str, ...]
 
 
-def _unit(cost_model: CostModel | None) -> str:
-    """The unit of loads."""
-    if cost_model is None:
-        return "pairs"
-    if isinstance(cost_model, AnalyticCost):
-        return f"seconds at {cost_model.flops_per_second / 1e12:g} TFLOP/s"
-    return "seconds (predicted)"
-
-
 def describe(
     plan: Plan,
     config: ScheduleConfig,
@@ -96,11 +87,14 @@ def describe(
         plan: a valid plan.
         config: shape, cost model, links and speeds that loads and bytes are measured by.
         backward: how the backward pass gets its inputs.
-        before: load of each server in plain data parallelism, `[servers]`, in the unit of
-            `config.cost_model`; None: computed for the plan's documents in their order, divided
-            evenly over the ranks that own tokens.
+        before: load of each server in plain data parallelism, `[servers]`, in any unit; None:
+            computed for the plan's documents in their order, divided evenly over the ranks that
+            own tokens.
     """
     shape, cost_model = config.shape, config.cost_model
+    if isinstance(cost_model, AnalyticCost):
+        # Its seconds are pairs at a rate that no machine was measured for.
+        cost_model = None
     servers, placement, tasks = plan.world_size, plan.placement, plan.tasks
     speeds = config.speeds_of(servers)
     loads = server_loads(tasks, plan.mask, servers, cost_model)
@@ -125,7 +119,7 @@ def describe(
         kernel_calls=len(distinct(tasks.server * 2 + tasks.ends_on_diagonal)),
         query_rows_moved=int(moved.messages["combine"].sizes.sum()) // shape.result_row_bytes,
         key_rows_moved=int(rank_rows(plan)[1].received.sum()),
-        load_unit=_unit(cost_model),
+        load_unit="pairs" if cost_model is None else "seconds (predicted)",
         load_mean=float(loads.mean()),
         load_max_over_mean_before=float(relative_loads(before, speeds).max()),
         load_max_over_mean=float(relative.max()),
@@ -148,9 +142,23 @@ def _in_several(document: Int64s, place: Int64s, places: int) -> int:
     return int((np.unique(found, return_counts=True)[1] > 1).sum())
 
 
-def format_summary(summary: PlanSummary) -> str:
-    """Formats the figures as a small table of several lines, without a newline at the end."""
+def format_summary(summary: PlanSummary, known_links: bool = True) -> str:
+    """Formats the figures as a small table of several lines, without a newline at the end.
+
+    Args:
+        summary: figures of a plan.
+        known_links: whether the configured links are those of the machine; without them nothing
+            is said of their time.
+    """
     s = summary
+    moved = [
+        f"{s.bytes_total / 1e6:,.2f} forward (busiest sends {s.bytes_max_sent / 1e6:,.2f}, "
+        f"receives {s.bytes_max_received / 1e6:,.2f}), {s.bytes_backward / 1e6:,.2f} backward"
+    ]
+    # Of the bytes that leave a node; nothing where a node is a server, or has them all.
+    if 1 < s.servers_per_node < s.servers:
+        moved.append(f"{s.bytes_between_nodes / 1e6:,.2f} forward between nodes")
+    busy = f"busy for at most {1e3 * s.link_seconds_max:.3f} ms forward"
     rows = [
         (
             "documents",
@@ -171,15 +179,8 @@ def format_summary(summary: PlanSummary) -> str:
             f"{s.load_max_over_mean_before:.3f} -> {s.load_max_over_mean:.3f} "
             f"(min/mean {s.load_min_over_mean:.3f}; mean {s.load_mean:.4g} {s.load_unit})",
         ),
-        (
-            "MB a layer",
-            f"{s.bytes_total / 1e6:,.2f} forward (busiest sends {s.bytes_max_sent / 1e6:,.2f}, "
-            f"receives {s.bytes_max_received / 1e6:,.2f}), {s.bytes_backward / 1e6:,.2f} backward",
-        ),
-        (
-            "links",
-            f"busy for at most {1e3 * s.link_seconds_max:.3f} ms forward{_between_nodes(s)}",
-        ),
+        ("MB a layer", "; ".join(moved)),
+        *([("links", busy)] if known_links else []),
         *(("note", note) for note in s.notes),
     ]
     if s.tokens_max_over_mean > 1.001:
@@ -193,13 +194,6 @@ def _instead(summary: PlanSummary) -> str:
     if summary.query_rows_moved or not summary.key_rows_moved:
         return ""
     return f"; {counted(summary.key_rows_moved, 'row')} of keys and values are sent to them"
-
-
-def _between_nodes(summary: PlanSummary) -> str:
-    """Returns the bytes that leave a node; nothing where a node is a server, or has them all."""
-    if not 1 < summary.servers_per_node < summary.servers:
-        return ""
-    return f"; {summary.bytes_between_nodes / 1e6:,.2f} MB between nodes"
 
 
 def _percent(part: int, whole: int) -> str:

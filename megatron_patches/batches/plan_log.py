@@ -24,6 +24,7 @@ from distca.schedule import (
 )
 from distca.schedule.base import relative_loads, server_loads
 from distca.schedule.baselines.context_parallel import group_size
+from megatron_patches import cpu
 from megatron_patches.batches.planned import PlannedReader
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ def log_first_plan(
             # Of ranks that share heads the busiest.
             before[servers] = plain[work.micro_batch].reshape(len(servers), -1).max(axis=1)
     summary = describe(planned.plans[0], planner.config, backward, before)
-    logger.info("the first plan of the run:\n%s", format_summary(summary))
+    # Flags give the speeds of GPUs' links alone.
+    shown = format_summary(summary, known_links=not cpu.without_cuda())
+    logger.info("the first plan of the run:\n%s", shown)
     warning = warning_of_groups_of_one(planner, shared_out)
     # Logged once, since warnings of all ranks are shown.
     if warning is not None and dist.get_rank() == 0:

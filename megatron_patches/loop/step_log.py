@@ -60,6 +60,8 @@ _UNLESS_ABOVE = {
     "loss scale": 1.0,
 }
 _FIRST = ("lm loss", "grad norm")
+_EVALUATION = re.compile(r"^ validation\S* loss at ")
+_EVALUATED = re.compile(r"([^|:]+): (\S+) \|")
 _ITERATION = re.compile(r"^ \[[^]]*\] iteration +(\d+)/ *(\d+) ")
 
 
@@ -302,12 +304,15 @@ def short_lines(theirs: Callable[[str], None], run: Logging) -> Callable[[str], 
 def short_line(line: str, figures: Mapping[str, float]) -> str:
     """Returns a line of Megatron-LM with few of its fields and those of a run's figures.
 
-    Fields that a flag of Megatron-LM adds, and losses, are kept. Names are Megatron-LM's.
+    Fields that a flag of Megatron-LM adds, and losses, are kept. Names are Megatron-LM's. Of an
+    evaluation's line the numbers alone are written as others are.
 
     Args:
-        line: its line; another message is returned as it is.
+        line: its line of an interval or an evaluation; another is returned as it is.
         figures: measured figures of the interval, by name.
     """
+    if _EVALUATION.match(line):
+        return _EVALUATED.sub(lambda field: f"{field[1]}: {_short(field[1], field[2])} |", line)
     begin = _ITERATION.match(line)
     if begin is None:
         return line
@@ -351,6 +356,6 @@ def _short(name: str, value: str) -> str:
     if "E" not in value:
         return value
     number = float(value)
-    if "loss" not in name:
+    if "loss" not in name or name.endswith("PPL"):
         return f"{number:.4g}"
     return f"{number:.6f}" if 0.01 <= abs(number) < 1000 else f"{number:.7g}"

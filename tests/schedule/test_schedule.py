@@ -279,6 +279,11 @@ def test_the_summary_of_a_plan() -> None:
     assert text.splitlines()[0] == "plan by greedy for 8 servers"
     assert f"{summary.load_max_over_mean_before:.3f} -> {summary.load_max_over_mean:.3f}" in text
     assert f"{summary.bytes_total / 1e6:,.2f} forward" in text
+    assert f"; {summary.bytes_between_nodes / 1e6:,.2f} forward between nodes\n" in text
+    busy = f"  links           busy for at most {1e3 * summary.link_seconds_max:.3f} ms forward"
+    assert busy in text.splitlines()
+    without = format_summary(summary, known_links=False)
+    assert text.splitlines() == [*without.splitlines()[:6], busy, *without.splitlines()[6:]]
 
 
 def test_the_summary_says_what_moves_where_no_query_does() -> None:
@@ -298,13 +303,16 @@ def test_the_summary_says_what_moves_where_no_query_does() -> None:
     assert "queries moved   0 rows, 0.0%\n" in text
 
 
-def test_the_summary_in_seconds_and_with_notes() -> None:
+def test_the_summary_in_pairs_unless_times_were_measured_and_with_notes() -> None:
+    """A rate that nobody measured gives no seconds."""
     plan = make("greedy", of_lengths([512], world_size=4, tokens=128))
     model = AnalyticCost(flops_per_pair=2.0, flops_per_second=1e3)
-    summary = describe(plan, ScheduleConfig(shape=SHAPE, cost_model=model))
-    assert summary.load_mean == pytest.approx(plan.loads().mean() * 2e-3)
-    assert summary.load_unit == "seconds at 1e-09 TFLOP/s"
-    assert plan.notes[0] in format_summary(summary)
+    assumed, plain = (
+        describe(plan, ScheduleConfig(shape=SHAPE, cost_model=each)) for each in (model, None)
+    )
+    assert assumed == plain
+    assert (plain.load_mean, plain.load_unit) == (plan.loads().mean(), "pairs")
+    assert plan.notes[0] in format_summary(plain)
 
 
 @pytest.mark.parametrize("tolerance", [-0.01, 1.0, 1.5])

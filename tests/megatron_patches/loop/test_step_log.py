@@ -55,8 +55,21 @@ def test_what_flags_add_and_what_goes_wrong_stays_in_the_line() -> None:
     )
     assert "nan iterations" not in line
     assert short_line(THEIRS.replace("2.843438E+00", "NAN"), {}).split(" | ")[1] == "lm loss: NAN"
-    other = " validation loss at iteration 5 | lm loss value: 2.843438E+00 |"
+    other = "  successfully saved checkpoint | lm loss value: 2.843438E+00 |"
     assert short_line(other, FIGURES) == other
+
+
+@pytest.mark.parametrize("which", ["", "-0", "-second"])
+def test_an_evaluation_has_its_numbers_as_a_step_has_them(which: str) -> None:
+    """Which is of one validation set, or of several, by number or by name."""
+    line = (
+        f" validation{which} loss at iteration 5 on validation set | lm loss value: "
+        "6.756518E+00 | lm loss PPL: 8.596398E+02 | mtp_1 loss value: NAN | "
+    )
+    assert short_line(line, FIGURES) == (
+        f" validation{which} loss at iteration 5 on validation set | lm loss value: "
+        "6.756518 | lm loss PPL: 859.6 | mtp_1 loss value: NAN | "
+    )
 
 
 @pytest.mark.parametrize("scheme", ["--distca", "plain"])
