@@ -48,8 +48,8 @@ describe_job() {
         MASTER_PORT="${port:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}"
         # As torchrun does: ranks that share a node must not each use all of its cores.
         OMP_NUM_THREADS=1
-        # Megatron-LM refuses tensor parallelism without it before Blackwell. Overlap loses nothing:
-        # docs/launching.md says why, tests/schedule/test_one_queue.py shows it.
+        # Megatron-LM refuses tensor parallelism without it before Blackwell. docs/launching.md says
+        # what overlap loses by it, tests/schedule/test_one_queue.py shows it.
         CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
         # A failed exchange says its cause. Without it NCCL is silent.
         NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
