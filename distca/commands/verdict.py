@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload
-from distca.simulate.flags import megatron_flags, training_flags
+from distca.simulate.flags import megatron_flags, sequences_of_a_window, training_flags
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.speed_up import PIPELINES_ERROR, SIMULATORS_ERROR, SpeedUp
+from distca.wording import counted
 
 TITLES = {
     "plain": "plain Megatron",
@@ -180,7 +181,11 @@ def _flags_of_megatron(choice: Choice, workload: Workload) -> list[str]:
 
 def _flags_of_distca(choice: Choice, workload: Workload) -> list[str]:
     what = f"{TITLES[choice.system]}, on {workload.gpus} GPUs"
-    return _flags_of(choice, workload, "pretrain_gpt.py", what, training_flags)
+    lines = _flags_of(choice, workload, "pretrain_gpt.py", what, training_flags)
+    # Where there are no flags, the only line says why.
+    if len(lines) > 1 and choice.candidate is not None:
+        lines.append(what_a_sample_is(choice.candidate, workload))
+    return lines
 
 
 def _flags_of(
@@ -197,6 +202,18 @@ def _flags_of(
     except ValueError as error:
         return [f"No flags of {script} for {what}: {error}"]
     return [f"Flags of {script} for {what}, {_BESIDE}", format_flags(flags)]
+
+
+def what_a_sample_is(candidate: Candidate, workload: Workload) -> str:
+    """Returns a sentence on what samples are in the flags of DistCA, beside sequences."""
+    held = counted(sequences_of_a_window(candidate, workload), "sequence")
+    window = f"a window, one sample of each data-parallel rank ({candidate.data:,} in all), holds"
+    if candidate.chain > 1:
+        window = f"a chain's {candidate.chain} windows, {candidate.data:,} samples each, hold"
+    return (
+        f"A sample is --seq-length tokens of one rank here: {window} {held} of "
+        f"{workload.context:,} tokens."
+    )
 
 
 def format_flags(flags: Sequence[str], width: int = 96) -> str:

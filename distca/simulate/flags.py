@@ -50,7 +50,7 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
             f"{', '.join(DISTCA_SYSTEMS)}"
         )
     options, chain = options_of(candidate), candidate.chain
-    sequences = _sequences_of_a_window(candidate, workload)
+    sequences = sequences_of_a_window(candidate, workload)
     samples = workload.sequences * chain // candidate.micro_batches // sequences
     seq_length = sequences * workload.context // candidate.data // chain
     links = workload.planned_links(candidate)
@@ -178,8 +178,16 @@ def _expert_flags(workload: Workload) -> list[str]:
     ]
 
 
-def _sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:
-    """Returns the smallest number of sequences that gives each rank whole blocks."""
+def sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:
+    """Returns the smallest number of sequences that gives each rank whole blocks.
+
+    Args:
+        candidate: a configuration with `--distca`; the windows of a chain together have as many.
+        workload: model, cluster and sizes that were simulated.
+
+    Raises:
+        ValueError: none does; the message says what to simulate instead.
+    """
     chain = candidate.chain
     each = workload.sequences * chain // candidate.micro_batches
     # Two nano-batches, each divided by sequence parallelism.

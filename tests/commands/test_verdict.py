@@ -120,7 +120,9 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
 def test_the_answer(choices: list[Choice], line: str, flags: list[str]) -> None:
     verdict = Verdict.of(choices)
     assert str(verdict) == line
-    titles = [each for each in verdict.how_to_train(JOB) if not each.startswith("    ")]
+    lines = verdict.how_to_train(JOB)
+    titles = [each for each in lines if not each.startswith(("    ", "A sample is "))]
+    assert ("pretrain_gpt.py" in flags) == any(each.startswith("A sample is") for each in lines)
     assert [title.split(" for ")[0] for title in titles] == [f"Flags of {each}" for each in flags]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
-from distca.commands.verdict import format_flags
+from distca.commands.verdict import format_flags, what_a_sample_is
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
@@ -263,10 +264,11 @@ def test_megatron_refuses_some_of_hybrid_context_parallelism() -> None:
 
 
 def printed_flags(text: str) -> list[str]:
-    """What a shell makes of the lines below the table."""
+    """What a shell makes of the lines below the table, which a sentence ends."""
     title = next(line for line in text.splitlines() if line.startswith("Flags of pretrain_gpt.py"))
-    words = text[text.index(title) + len(title) :].replace("\\\n", " ")
-    return shlex.split(words)
+    flags, _, sentence = text[text.index(title) + len(title) :].partition("\nA sample is ")
+    assert sentence.endswith(" tokens.\n")
+    return shlex.split(flags.replace("\\\n", " "))
 
 
 SLOW_LINKS = """
@@ -287,7 +289,22 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
     assert str(candidate) in text
     flags = printed_flags(text)
     assert flags == row["flags"]
-    check(parsed(flags, workload), candidate, workload)
+    args = parsed(flags, workload)
+    check(args, candidate, workload)
+    # The last line counts the tokens of a window as the flags do.
+    (ranks, sequences, tokens) = re.findall(r"([\d,]+) (?:in all|sequences? of|tokens)", text)[-3:]
+    held = int(sequences) * int(tokens.replace(",", ""))
+    assert int(ranks) * args.seq_length == held == args.data_parallel_size * args.seq_length
+
+
+def test_what_a_sample_is_in_a_chain() -> None:
+    candidate = Candidate("tiles", tensor=2, stages=1, data=4, context=1, micro_batches=8, chain=2)
+    args = parsed(shlex.split(" ".join(training_flags(candidate, WORKLOAD))), WORKLOAD)
+    assert 2 * 4 * args.seq_length == WORKLOAD.context
+    assert what_a_sample_is(candidate, WORKLOAD) == (
+        "A sample is --seq-length tokens of one rank here: a chain's 2 windows, 4 samples each, "
+        "hold 1 sequence of 8,192 tokens."
+    )
 
 
 def test_without_distca_there_is_nothing_to_print(command: Command) -> None:
