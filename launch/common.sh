@@ -172,39 +172,60 @@ value_of() {
     echo "$value"
 }
 
-# Megatron's flags for the dense models of distca/cost/model_sizes.py. Sets `model_flags`, and `small`
-# to true if GPUs of 80 GB hold the model without recomputation.
+# The models of distca/cost/model_sizes.py that exist, a row each: layers, hidden size, width of the MLP or
+# of an expert, heads, key-value heads, elements of a head, rotary base; tensor and pipeline size and
+# tokens of a rank with which GPUs of 80 GB hold it on Slurm; experts, those of a token, and ranks that
+# share the experts.
+models='llama-8b         32  4096 14336  32  8 128  500000 8  2 65536
+llama-34b        48  8192 22016  64 16 128  500000 8  2 65536
+llama-70b        80  8192 28672  64  8 128  500000 8  2 65536
+llama-405b      126 16384 53248 128  8 128  500000 8 18 32768
+llama-3.1-8b     32  4096 14336  32  8 128  500000 8  2 65536
+llama-3.1-70b    80  8192 28672  64  8 128  500000 8  2 65536
+llama-3.1-405b  126 16384 53248 128  8 128  500000 8 18 32768
+llama-3.2-1b     16  2048  8192  32  8  64  500000 8  2 65536
+llama-3.2-3b     28  3072  8192  24  8 128  500000 8  2 65536
+qwen3-8b         36  4096 12288  32  8 128 1000000 8  2 65536
+qwen3-32b        64  5120 25600  64  8 128 1000000 8  2 65536
+mixtral-8x7b     32  4096 14336  32  8 128 1000000 8  2 65536   8 2  8
+qwen3-30b-a3b    48  2048   768  32  4 128 1000000 4  2 65536 128 8  8
+qwen3-235b-a22b  94  4096  1536  64  4 128 1000000 4  2 32768 128 8 32'
+
+# Sets Megatron's `model_flags`, `model_tensor`, `model_stages`, `model_tokens` and `model_experts` (empty: it
+# has none) of `model`, and `small` to true if GPUs of 80 GB hold it without recomputation.
 choose_model() {
-    local layers hidden ffn heads groups channels=128 rotary=500000 more=(--untie-embeddings-and-output-weights)
-    small=false
+    local name names=() layers hidden ffn heads groups channels rotary chosen sharing more=()
+    while read -r name layers hidden ffn heads groups channels rotary model_tensor model_stages model_tokens \
+        model_experts chosen sharing; do
+        names+=("$name")
+        [ "$name" != "$model" ] || break
+    done <<<"$models"
+    [ -n "$model" ] && [ "$name" = "$model" ] ||
+        die "no --model $model: give one of ${names[*]}. For others give Megatron's flags of the sizes" \
+            "after any of these: they win"
     case $model in
-        llama-8b | llama-3.1-8b) read -r layers hidden ffn heads groups <<<"32 4096 14336 32 8" ;;
-        llama-34b) read -r layers hidden ffn heads groups <<<"48 8192 22016 64 16" ;;
-        llama-70b | llama-3.1-70b) read -r layers hidden ffn heads groups <<<"80 8192 28672 64 8" ;;
         # Their output layer shares the embedding's weights.
-        llama-3.2-1b) read -r layers hidden ffn heads groups <<<"16 2048 8192 32 8" && channels=64 more=() ;;
-        llama-3.2-3b) read -r layers hidden ffn heads groups <<<"28 3072 8192 24 8" && more=() ;;
-        qwen3-8b) read -r layers hidden ffn heads groups <<<"36 4096 12288 32 8" ;;
-        qwen3-32b) read -r layers hidden ffn heads groups <<<"64 5120 25600 64 8" ;;
-        *) die "no --model $model: give llama-8b, llama-34b, llama-70b, llama-3.1-8b, llama-3.1-70b," \
-            "llama-3.2-1b, llama-3.2-3b, qwen3-8b or qwen3-32b. For others, also with experts, give" \
-            "Megatron's flags of the sizes after any of these: they win" ;;
+        llama-3.2-*) ;;
+        *) more+=(--untie-embeddings-and-output-weights) ;;
     esac
-    case $model in
-        qwen3-*) rotary=1000000 more+=(--qk-layernorm --norm-epsilon 1e-6) ;;
-    esac
+    case $model in qwen3-*) more+=(--qk-layernorm --norm-epsilon 1e-6) ;; esac
+    small=false
     case $model in *-1b | *-3b | *-8b) small=true ;; esac
+    # So that GPUs of 80 GB hold the larger ones.
+    $small || more+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+    [ -z "$model_experts" ] || more+=(
+        --num-experts "$model_experts" --moe-router-topk "$chosen" --moe-ffn-hidden-size "$ffn"
+        --expert-model-parallel-size "$sharing" --expert-tensor-parallel-size 1
+        --moe-token-dispatcher-type alltoall
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    )
     model_flags=(
         --num-layers "$layers" --hidden-size "$hidden" --ffn-hidden-size "$ffn"
         --num-attention-heads "$heads" --group-query-attention --num-query-groups "$groups"
         --kv-channels "$channels"
         --normalization RMSNorm --swiglu --disable-bias-linear
         --position-embedding-type rope --rotary-base "$rotary"
-        "${more[@]}" --attention-dropout 0 --hidden-dropout 0
-    )
-    # So that GPUs of 80 GB hold the larger ones.
-    $small || model_flags+=(
-        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        --attention-dropout 0 --hidden-dropout 0 "${more[@]}"
     )
 }
 

@@ -7,7 +7,7 @@
 #
 #     sbatch --nodes 8 launch/slurm/benchmark.sh --data-path corpus --tokenizer-model llama/
 #
-# --model NAME         llama-8b (default), llama-34b, llama-3.1-8b, llama-3.2-1b, llama-3.2-3b, qwen3-8b or qwen3-32b
+# --model NAME         llama-8b (default), or another that --model help lists, without experts and up to 34B
 # --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
 # --mounts A:B,C:D     directories for the container, besides the repository
 # --interface NAME     the network interface that ranks meet on, such as ib0
@@ -33,8 +33,10 @@ source launch/slurm/common.sh
 parse_launcher_options "model python port interface container mounts prolog logs output" "$@"
 check_flags pretrain_gpt.py
 describe_job
+choose_model
+without_experts
 case $model in
-    *70b) die "without sequence and pipeline parallelism, $model fits no GPU" ;;
+    *70b | *405b) die "without sequence and pipeline parallelism, $model fits no GPU" ;;
 esac
 choose_context_parallel "$(value_of --tensor-model-parallel-size 8 "${flags[@]}")" \
     "$(value_of --pipeline-model-parallel-size 1 "${flags[@]}")"

@@ -96,6 +96,14 @@ make_data_absolute() {
     done
 }
 
+# Ends the script if the model has experts: Megatron-LM then wants sequence parallelism, for which the
+# ranks of a baseline have unequal numbers of tokens.
+without_experts() {
+    [ -z "$model_experts" ] ||
+        die "$model has experts, for which Megatron-LM needs --sequence-parallel, and wlb-llm does not take" \
+            "that: choose a dense model"
+}
+
 # Sets `group`, the ranks of a context-parallel group for the baselines that have such: two, or the
 # next more that divide the data-parallel ranks. By default schedulers take as few as hold the longest
 # document, which is one where documents fit a rank, and then they share nothing.
@@ -142,11 +150,10 @@ latest_checkpoint() {
     echo "$iteration"
 }
 
-# Runs pretrain_gpt.py on all ranks with the given flags before the user's own. Sets `training`, all
+# Runs pretrain_gpt.py on all ranks with the model's flags and the given ones before the user's own. Sets `training`, all
 # of its flags.
 pretraining() {
     local tensor stages micro_batches
-    choose_model
     training=("${model_flags[@]}" "${training_flags[@]}" "$@" "${flags[@]}")
     tensor=$(value_of --tensor-model-parallel-size 1 "${training[@]}")
     stages=$(value_of --pipeline-model-parallel-size 1 "${training[@]}")

@@ -10,8 +10,7 @@
 #
 #     sbatch ... --distca-scheduler per-document-cp --distca-context-parallel-size 4
 #
-# --model NAME         llama-8b (default), llama-34b, llama-70b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b,
-#                      llama-3.2-3b, qwen3-8b or qwen3-32b
+# --model NAME         llama-8b (default), or another that --model help lists
 # --from DIRECTORY     start from the weights of this checkpoint; later runs go on from --save
 # --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
 # --mounts A:B,C:D     directories for the container, besides the repository
@@ -41,7 +40,9 @@ source launch/slurm/common.sh
 parse_launcher_options "model python port interface container mounts prolog logs retries from" "$@"
 check_flags pretrain_gpt.py
 describe_job
+choose_model
 pretraining_that_goes_on --distca \
-    --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2 \
-    --seq-length 65536 --max-position-embeddings 262144 \
+    --tensor-model-parallel-size "$model_tensor" --sequence-parallel \
+    --pipeline-model-parallel-size "$model_stages" \
+    --seq-length "$model_tokens" --max-position-embeddings 262144 \
     --distca-max-document-length 262144

@@ -6,8 +6,7 @@
 #
 #     sbatch --nodes 4 launch/slurm/throughput.sh --output throughput
 #
-# --model NAME         llama-8b (default), llama-34b, llama-70b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b,
-#                      llama-3.2-3b, qwen3-8b or qwen3-32b
+# --model NAME         llama-8b (default), or another that --model help lists, without experts
 # --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
 # --mounts A:B,C:D     directories for the container, besides the repository
 # --interface NAME     the network interface that ranks meet on, such as ib0
@@ -35,6 +34,7 @@ parse_launcher_options "model python port interface container mounts prolog logs
 check_flags benchmarks/training/throughput.py
 describe_job
 choose_model
+without_experts
 choose_context_parallel "$(value_of --tensor-model-parallel-size 8 "${flags[@]}")" \
     "$(value_of --pipeline-model-parallel-size 1 "${flags[@]}")"
 # --sequence-parallel is left out: wlb-llm gives ranks unequal numbers of tokens.

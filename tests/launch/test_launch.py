@@ -19,13 +19,21 @@ import pytest
 import torch
 
 from benchmarks.training import compare_speeds
-from distca.cost.model_sizes import MODELS
+from distca.cost.model_sizes import MODELS, Experts
 from distca.simulate import CLUSTERS
 from distca.simulate.costs import ModelCosts
 from support.launches import ROOT, launch, pretrain_flags, slurm_environment
 
 SMALL = ("llama-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b")
 LARGE = ("llama-34b", "qwen3-32b", "llama-70b", "llama-3.1-70b")
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b")
+LARGEST = ("llama-405b", "llama-3.1-405b")
+NODES = {
+    **{(f"slurm/pretrain_{way}.sh", "qwen3-235b-a22b"): 16 for way in ("3d", "4d")},
+    **{("slurm/pretrain_3d.sh", model): 36 for model in LARGEST},
+    **{("slurm/pretrain_4d.sh", model): 144 for model in LARGEST},
+}
+"""Nodes of 8 GPUs that docs/launching.md asks for; others are the scripts' own."""
 SCRIPTS = ("pretrain_3d", "pretrain_4d", "benchmark")
 TINY = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -55,7 +63,9 @@ def free_port() -> str:
 @pytest.mark.parametrize(
     ("script", "model"),
     [
-        *itertools.product(["slurm/pretrain_3d.sh", "slurm/pretrain_4d.sh"], SMALL + LARGE),
+        *itertools.product(
+            ["slurm/pretrain_3d.sh", "slurm/pretrain_4d.sh"], SMALL + LARGE + EXPERTS + LARGEST
+        ),
         *itertools.product(["slurm/benchmark.sh"], SMALL + LARGE[:2]),
         *itertools.product(["local.sh"], SMALL),
     ],
@@ -67,11 +77,13 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
     from megatron_patches.parts import parse_args
 
     here = ["--processes", "8"] if script == "local.sh" else []
-    done = launch(script, "--dry-run", *here, "--model", model, "--data-path", "a b", "--save", "s")
+    nodes = NODES.get((script, model), {"slurm/pretrain_4d.sh": 8}.get(script, 4))
+    given = ["--dry-run", *here, "--model", model, "--data-path", "a b", "--save", "s"]
+    done = launch(script, *given, env=os.environ | {"SLURM_JOB_NUM_NODES": str(nodes)})
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "pretrain_gpt.py" in line]
     assert len(lines) == (10 if "benchmark" in script else 1)
-    ranks = {"local.sh": 8, "slurm/pretrain_4d.sh": 64}.get(script, 32)
+    ranks = 8 if script == "local.sh" else 8 * nodes
     size = MODELS[model]
     for line in lines:
         flags = [*pretrain_flags(line), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
@@ -79,7 +91,12 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
         assert args.data_path == ["a b"]
         assert (args.num_layers, args.hidden_size) == (size.layers, size.hidden_size)
         assert (args.num_attention_heads, args.num_query_groups) == (size.heads, size.kv_heads)
-        assert (args.ffn_hidden_size, args.kv_channels) == (size.ffn_hidden_size, size.head_dim)
+        if size.experts is not None:
+            found = args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size
+            assert Experts(*found) == size.experts
+        else:
+            assert args.ffn_hidden_size == size.ffn_hidden_size
+        assert args.kv_channels == size.head_dim
         longest = DistcaConfig.from_args(args).documents.max_length
         assert longest is None or longest <= args.data_parallel_size * args.seq_length
         assert args.qk_layernorm == model.startswith("qwen3")
@@ -88,12 +105,22 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
 
 
 def test_models_that_the_simulator_knows() -> None:
-    """All dense ones but the largest."""
-    dense = {name for name, size in MODELS.items() if size.experts is None and size.sees_all}
-    assert {*SMALL, *LARGE} == dense - {"llama-405b", "llama-3.1-405b"}
-    refused = launch("slurm/pretrain_3d.sh", "--dry-run", "--model", "llama-405b", "--save", "s")
-    assert refused.returncode == 2
-    assert all(name in refused.stderr for name in (*SMALL, *LARGE))
+    """All but made-up layouts; those that a script does not start are refused in a line."""
+    known = {*SMALL, *LARGE, *EXPERTS, *LARGEST}
+    assert known == {name for name in MODELS if not name.endswith("-like")}
+    for name in ("help", "gemma3-27b-like", "llama", ""):
+        refused = launch("slurm/pretrain_3d.sh", "--dry-run", f"--model={name}", "--save", "s")
+        assert refused.returncode == 2
+        listed = refused.stderr.partition(": give one of ")[2].partition(". ")[0]
+        assert set(listed.split()) == known - {""}
+    for script in ("slurm/benchmark.sh", "slurm/throughput.sh"):
+        refused = launch(script, "--dry-run", "--model", "mixtral-8x7b")
+        assert "mixtral-8x7b has experts" in refused.stderr
+    refused = launch("slurm/benchmark.sh", "--dry-run", "--model", "llama-405b")
+    assert "llama-405b fits no GPU" in refused.stderr
+    page = (ROOT / "docs" / "launching.md").read_text()
+    for nodes in set(NODES.values()):
+        assert re.search(rf"\b{nodes}\b", page)
 
 
 @pytest.mark.parametrize("script", ["local.sh", "slurm/pretrain_3d.sh", "slurm/throughput.sh"])
@@ -230,7 +257,8 @@ fi
 def least_bytes(args, size) -> float:
     """What the busiest GPU needs for weights, optimizer, activations and logits."""
     tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    costs = ModelCosts(size, CLUSTERS["dgx-h100"], tensor)
+    sharing = args.expert_model_parallel_size
+    costs = ModelCosts(size, CLUSTERS["dgx-h100"], tensor, expert_parallel=sharing)
     # Norms' inputs and outputs are whole on each rank without sequence parallelism.
     whole = 0 if args.sequence_parallel else 4 * size.hidden_size * 2 * (tensor - 1) / tensor
     layer = costs.activation_bytes() + whole
