@@ -30,8 +30,13 @@ class ParallelSizes:
     head_parallel: int = 1
 
     @classmethod
-    def from_args(cls, args: Namespace) -> ParallelSizes:
-        """Makes the value of Megatron-LM's checked arguments."""
+    def from_args(cls, args: Namespace, head_parallel: int = 1) -> ParallelSizes:
+        """Makes the value of Megatron-LM's checked arguments.
+
+        Args:
+            args: the arguments.
+            head_parallel: data-parallel ranks of an attention server, which share heads.
+        """
         tensor = args.tensor_model_parallel_size
         return cls(
             data=args.data_parallel_size,
@@ -40,7 +45,7 @@ class ParallelSizes:
             chunks=args.virtual_pipeline_model_parallel_size or 1,
             sequence_shards=tensor if args.sequence_parallel else 1,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            head_parallel=args.distca_head_parallel_size if args.distca else 1,
+            head_parallel=head_parallel,
         )
 
     def servers(self, dedicated: int) -> int:

@@ -106,7 +106,7 @@ class PlannerConfig:
         Raises:
             ValueError: see `schedule_config`.
         """
-        sizes = ParallelSizes.from_args(args)
+        sizes = ParallelSizes.from_args(args, config.head_parallel)
         return cls(
             schedule=schedule_config(config, args, servers),
             training=config.execution_options(sizes.chunks),

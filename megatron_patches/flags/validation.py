@@ -388,7 +388,8 @@ def _validate_scheduling(config: DistcaConfig, args: Namespace) -> None:
     scheduling = config.scheduling
     speeds = scheduling.server_speeds
     if speeds is not None:
-        servers = ParallelSizes.from_args(args).servers(config.dedicated)
+        sizes = ParallelSizes.from_args(args, config.head_parallel)
+        servers = sizes.servers(config.dedicated)
         if len(speeds) != servers or not all(0 < s < float("inf") for s in speeds):
             raise ValueError(
                 f"--distca-server-speeds needs one positive speed for each of the {servers} "

@@ -110,7 +110,7 @@ def check_read(config: DistcaConfig, args: Namespace) -> None:
     evaluates = bool(args.eval_iters or args.full_validation)
     check_documents(config, args, SPLITS if evaluates else SPLITS[:1])
     if config.enabled and config.scheduling.profile is not None:
-        sizes = ParallelSizes.from_args(args)
+        sizes = ParallelSizes.from_args(args, config.head_parallel)
         schedule_config(config, args, sizes.servers(config.dedicated))
     if args.load is not None:
         check_checkpoint(args)

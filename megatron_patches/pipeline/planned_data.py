@@ -66,7 +66,8 @@ class PlannedData:
             device: device of the model.
             processes: processes of a job with dedicated servers; None: there are none.
         """
-        sizes, batches = ParallelSizes.from_args(args), BatchSizes.from_args(args)
+        sizes = ParallelSizes.from_args(args, config.head_parallel)
+        batches = BatchSizes.from_args(args)
         servers = find_servers(config, sizes, device, processes)
         planning = PlannerConfig.from_args(config, args, servers.layout.world_size)
         shape = planning.schedule.shape

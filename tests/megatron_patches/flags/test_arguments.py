@@ -111,8 +111,20 @@ def test_windows_on_some_layers() -> None:
         ("--distca --distca-share-prefixes", "finds what conversations share: add --sft"),
         ("--distca --distca-pool-size 1 --distca-chain 2", "together with --distca-chain 2"),
         (
-            "--distca --distca-pool-size 1 --pipeline-model-parallel-size 2",
-            "together with --pipeline-model-parallel-size 2",
+            "--distca --distca-head-parallel-size 3",
+            "must divide the 4 data-parallel ranks",
+        ),
+        (
+            "--distca --distca-head-parallel-size 2 --group-query-attention --num-query-groups 1",
+            "must divide the 1 key-value heads",
+        ),
+        (
+            "--distca --distca-head-parallel-size 2 --distca-pool-size 1",
+            "must divide --distca-pool-size 1",
+        ),
+        (
+            "--distca --distca-head-parallel-size 2 --distca-scheduler wlb-llm",
+            "add --distca-placement sequential",
         ),
         (
             "--distca --distca-pool-size 1 --distca-placement sequential",

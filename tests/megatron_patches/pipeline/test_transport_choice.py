@@ -98,7 +98,9 @@ def test_an_exchange_takes_as_many_of_a_gpus_blocks_as_the_flag_says(
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "all_gather_object", lambda places, place: None)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.append(how["pg_options"]))
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **how: made.append(how["pg_options"]) or "a group"
+    )
     for which in ("rank", "world_size"):
         for kind in ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel"):
             number = int(which == "world_size")
