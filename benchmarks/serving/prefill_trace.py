@@ -143,7 +143,7 @@ class TracedRank(PrefillRank):
         self._under_way, self._begun = (0, 0), 0.0
 
     def pace(self, rate: float) -> None:
-        """Sends rows at so many bytes a second."""
+        """Sends rows at `rate` bytes a second."""
         self._outbox.close()
         self._outbox = PacedOutbox(self._rank, rate, self.spans)
 

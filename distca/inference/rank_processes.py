@@ -51,7 +51,7 @@ class RankProcesses:
         capacity: most tokens of a prompt and its answer whose keys and values all ranks can hold.
 
     Raises:
-        ValueError: the machine cannot run so many; none has started.
+        ValueError: the machine cannot run that many processes; none has started.
         RankError: a rank cannot start.
     """
 
@@ -218,7 +218,7 @@ class RankProcesses:
 
 
 class _Token(NamedTuple):
-    """A token that is told before the call that asks for it returns."""
+    """A token that is reported before the call that asks for it returns."""
 
     number: int
     token: int

@@ -114,7 +114,7 @@ class _Run:
             self._stage[members] = stage
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
         self._links = costs.cluster.links(costs.server_gpus)
-        # Ranks of a server, each of which has an equal part of its tokens.
+        # Ranks of a server. Each has an equal part of its tokens.
         self._ranks = costs.head_parallel
         self._shared_heads = SharedHeadCosts.of(costs)
         self._ablation, self._backward = ablation, backward

@@ -359,8 +359,8 @@ class _Runnable:
         """Attention over latents, as vLLM's layers call it.
 
         The weights of keys bring queries to the latents. So all heads have the same keys: latents,
-        with the rotated parts behind them. Outputs are latents, too, of which the weights of values
-        make those of the heads.
+        with the rotated parts behind them. Outputs are latents, too; the weights of values turn
+        them into those of the heads.
 
         Args:
             number: number of the layer.

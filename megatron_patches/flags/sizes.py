@@ -116,7 +116,7 @@ class ModelSizes:
         )
 
     def attention_shape(self, ranks: int) -> AttentionShape:
-        """Returns the attention heads of one of so many ranks that share them."""
+        """Returns the attention heads of one rank, if `ranks` share them evenly."""
         return AttentionShape(
             heads=self.heads // ranks,
             kv_heads=self.kv_heads // ranks,

@@ -84,7 +84,7 @@ def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None
 def test_a_turn_without_room_ends_its_conversation_alone(
     command, capsys, model: str, tmp_path: Path, chars: int, flags: list[str], why: str
 ) -> None:
-    """Earlier answers and other conversations are told, and a line says which turn was not."""
+    """Earlier answers and other conversations are printed; a line names the turn that failed."""
     chats, user = tmp_path / "chats.jsonl", {"role": "user"}
     grows = [user | {"content": "Hi"}, user | {"content": "a" * chars}]
     short = [user | {"content": "Hi"}, user | {"content": "again"}]

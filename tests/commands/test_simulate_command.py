@@ -427,7 +427,7 @@ def test_the_search_goes_on_until_something_fits(tight: dict[Candidate, int], nu
     batches = [sequences()] * 2
     (choice,) = advise(WORKLOAD, batches, ["tiles"], [1, 2], [1, 2], finalists=1)
     assert choice.candidate == only
-    # With heads that ranks share others might fit, which has not run for all of them.
+    # Others might fit with shared heads, but not all of these have run.
     assert choice.out_of_memory <= choice.simulated - 1
     assert number >= 0 or choice.out_of_memory == choice.simulated - 1
     (none,) = advise(WORKLOAD, batches, ["tiles"], [8], [4], finalists=1)

@@ -5,10 +5,8 @@ are a pure function of the documents and the options, the same on every rank:
 
 1. documents are shared out over the micro-batches, if placement is free, or over chains of
    micro-batches, which are then cut (`micro_batches.py`);
-2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
-   (`nano_batches.py`) or whole. The widest mask chooses the placement. The other masks have plans
-   of their own with that placement: under a window equally many tokens see about as much. With
-   server pools (`server_pools.py`) each pool plans its own documents over its own ranks;
+2. each micro-batch is planned over the ranks of a stage, as two nano-batches (`nano_batches.py`) or
+   whole, with the placement of the widest mask. Each server pool (`server_pools.py`) plans its own;
 3. in each tick (`tick_schedule.py`) the plans of all stages that work become one plan over the
    servers of all stages (`shared_ticks.py`).
 """
@@ -481,14 +479,12 @@ class PlannerWithStats:
 
     def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
         """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
-        shape = self.planner.config.shape
+        shape, ranks = self.planner.config.shape, self.head_parallel
         batch, counts = self.planner.plan(incoming), self.planner.masks.counts()
         return CountedGlobalBatch(
             batch,
             tuple(
-                each.bytes_sent(
-                    self.calls[each.tick.direction], shape, self.backward, self.head_parallel
-                )
+                each.bytes_sent(self.calls[each.tick.direction], shape, self.backward, ranks)
                 for each in batch.ticks
             ),
             batch.largest_memory(shape, self.backward),

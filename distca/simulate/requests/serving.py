@@ -2,9 +2,9 @@
 
 The prefill ranks are an engine (`SimulatedEngine`): its scheduler admits prompts, gives them ranks
 and blocks, and feeds them in iterations. Keys and values are handed over by the state machines of
-`distca.schedule.serving.handoff`, whose messages take no time. A decode rank receives so many
-requests at a time as it has backends, each whole before one that came later. A chunk's layers are
-sent during its computing from when its request has a backend, and the last one after it.
+`distca.schedule.serving.handoff`, whose messages take no time. A decode rank receives one
+request for each of its backends at a time, each whole before one that came later. A chunk's layers
+are sent during its computing from when its request has a backend, and the last one after it.
 
 Decode ranks are no engine: they are what Tetris' paper has, in the place of vLLM. Our scheduler
 cannot stand for them, since it takes no blocks for a prompt that others compute. A decode rank runs

@@ -92,7 +92,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Computed:
-    """Prefill side: a layer of a chunk is computed, which is told once."""
+    """Prefill side: a layer of a chunk is computed. It is reported once."""
 
     transfer: Transfer
     chunk: int
