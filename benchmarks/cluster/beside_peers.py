@@ -33,6 +33,8 @@ from distca.progress import progress
 from distca.simulate import DISTCA_SYSTEMS, Candidate
 
 OURS = "tiles"
+_AS_FAST = 1 - 1e-6
+"""Ratio from which on DistCA counts as equally fast: sums are rounded."""
 EQUAL = "fixed"
 """Distribution of documents that are all as long: nothing is to be balanced."""
 
@@ -179,7 +181,7 @@ def page(jobs: Sequence[Job], found: Mapping[str, Mapping[str, Any]], command: s
     ran = [(job, found[str(job)]) for job in jobs if str(job) in found]
     both = [each for _, each in ran if all(each["fits"])]
     ratios = np.array([each["ratio"] for each in both])
-    behind = [each for each in both if each["ratio"] < 1]
+    behind = [each for each in both if each["ratio"] < _AS_FAST]
     alone = sum(each["fits"] == [True, False] for _, each in ran)
     neither = sum(not any(each["fits"]) for _, each in ran)
     lacking = sum(each["fits"] == [False, True] for _, each in ran)
