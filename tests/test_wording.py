@@ -21,7 +21,7 @@ def test_an_extra_is_installed_from_where_the_package_is(
 ) -> None:
     """These tests run in a checkout, which may be installed with `-e`."""
     assert install("plot") == "pip install -e '.[plot]', in the checkout of DistCA"
-    # Among installed packages, one of which leaves its own file there.
+    # Installed without a checkout. Another package may leave its own file there.
     monkeypatch.setattr(wording, "_ABOVE", tmp_path)
     assert install("plot") == "pip install 'distca[plot]'"
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')

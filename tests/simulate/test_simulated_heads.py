@@ -57,7 +57,7 @@ def test_all_to_alls_take_time(job: str) -> None:
     assert found.launch_seconds == 2 * (cluster.launch_seconds + cluster.node_latency)
     seconds = simulate(candidate, workload, batch(0)).seconds
     free = replace(cluster, node_gb_per_s=1e12, node_latency=0.0)
-    # Plans of two servers, each of which fills a node, send nothing inside nodes.
+    # Both servers fill a node, so plans send nothing inside nodes.
     without = simulate(candidate, replace(workload, cluster=free), batch(0)).seconds
     tokens = workload.sequences * workload.context / candidate.data
     of_links = 2 * workload.model.layers * tokens * found.sent / cluster.node_bytes_per_second

@@ -146,8 +146,8 @@ class Answers:
 def answer(pipe: Connection) -> None:
     """Answers the prompts by one model after the other: the main function of vLLM's process.
 
-    It is told a model's folder, the address of its ranks, the dtype and vLLM's operators, and then
-    each time whether ranks must be there; None: no more.
+    It receives a model's folder, the address of its ranks, the dtype and vLLM's operators. For each
+    run it then receives whether ranks must be there; None: no more.
     """
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

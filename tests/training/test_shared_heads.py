@@ -39,7 +39,7 @@ def plain(ranks) -> dict[str, StepsDone]:
 
 
 def flags_of(size: int, heads: int, *more: str) -> list[str]:
-    """Flags of data-parallel ranks that share each window, some of which share heads."""
+    """Returns flags of data-parallel ranks that share each window; `heads` of them share heads."""
     flags = ["--seq-length", str(WINDOW // size), "--distca", *more]
     flags += ["--global-batch-size", str(MICRO_BATCHES * size)]
     return [*flags, "--distca-head-parallel-size", str(heads)]

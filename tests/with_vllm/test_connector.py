@@ -145,7 +145,7 @@ def blocks_held(server: Server) -> int:
 
 
 def ready(server: Server, lease: float = 6.0) -> None:
-    """Waits until vLLM knows that the ranks are there, whose lease is so many seconds."""
+    """Waits until vLLM knows that the ranks are there; their lease is `lease` seconds."""
     reader = Reader(server.folder, server.address, engine="test")
     assert reader.client.connect(180.0)
     for number in range(10):

@@ -12,7 +12,7 @@ from megatron_patches.loop.messages import FirstReads
 
 
 def passed(filtered: logging.Filter, said: Sequence[str], level: int = logging.INFO) -> list[str]:
-    """The messages that a filter passes, of which each is of this level."""
+    """Returns the messages of one level that a filter passes."""
     records = [logging.LogRecord("it", level, "", 0, text, None, None) for text in said]
     return [each.getMessage() for each in records if filtered.filter(each)]
 

@@ -26,7 +26,7 @@ def test_a_resume_and_a_conversion_tell_what_a_user_needs(tmp_path: Path) -> Non
     assert "iteration 2/2" in resumed
     # torch's and megatron-core's of their own calls come from every rank.
     assert re.findall(r".*Warning: .*|.*IS DEPRECATED.*", resumed) == []
-    # What it says of each split and on each rank is told once.
+    # Its messages for each split and rank appear once.
     assert resumed.count("Load the _IndexReader from") == 1
     assert resumed.count("Extract the document indices") == 1
     assert resumed.count("MCore's async save") <= 1
