@@ -7,7 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload
-from distca.simulate.flags import megatron_flags, sequences_of_a_window, training_flags
+from distca.simulate.flags import (
+    megatron_flags,
+    sequences_of_a_window,
+    training_flags,
+    uneven_seq_length,
+)
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.speed_up import PIPELINES_ERROR, SIMULATORS_ERROR, SpeedUp
 from distca.wording import counted
@@ -206,6 +211,12 @@ def _flags_of(
 
 def what_a_sample_is(candidate: Candidate, workload: Workload) -> str:
     """Returns a sentence on what samples are in the flags of DistCA, beside sequences."""
+    if (tokens := uneven_seq_length(candidate, workload)) is not None:
+        return (
+            "A sample is --seq-length tokens of one rank here, the mean of its micro-batches: "
+            f"server pools share documents out over {candidate.micro_batches:,} micro-batches of "
+            f"about {candidate.data * tokens:,} tokens, and a longer document has one alone."
+        )
     held = counted(sequences_of_a_window(candidate, workload), "sequence")
     window = f"a window, one sample of each data-parallel rank ({candidate.data:,} in all), holds"
     if candidate.chain > 1:

@@ -15,6 +15,7 @@ from distca.simulate.search import find_best
 from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
+    with_other_micro_batches,
     with_pools,
     with_pools_or_shared_heads,
     with_shared_heads,
@@ -92,6 +93,7 @@ class Extent:
                 (without_latents, 1.0),
                 (with_shared_heads, 1.0),
                 (with_pools, 1.0),
+                (with_other_micro_batches, 1.0),
                 # A tolerance costs a user nothing.
                 (self._tolerant, 1.0),
                 (with_kept_inputs, 1.0),

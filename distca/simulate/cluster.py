@@ -142,11 +142,20 @@ class Cluster:
             )
         return self.gpus_per_node // tensor_parallel
 
-    def links(self, tensor_parallel: int) -> Links:
-        """Links between the servers, at the speeds that exchanges reach."""
+    def links(self, server_gpus: int) -> Links:
+        """Links between the servers, at the speeds that exchanges reach.
+
+        Args:
+            server_gpus: GPUs of a server: a divisor of a node's, or whole nodes. Each GPU exchanges
+                with those that have the same heads, one in each server.
+
+        Raises:
+            ValueError: a server begins or ends inside a node that it shares.
+        """
         efficiency = self.charges.link_efficiency
+        whole_nodes = server_gpus % self.gpus_per_node == 0
         return Links(
-            self.servers_per_node(tensor_parallel),
+            1 if whole_nodes else self.servers_per_node(server_gpus),
             self.node_gb_per_s * efficiency,
             self.network_gb_per_s * efficiency,
         )

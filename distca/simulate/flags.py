@@ -50,9 +50,12 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
             f"{', '.join(DISTCA_SYSTEMS)}"
         )
     options, chain = options_of(candidate), candidate.chain
-    sequences = sequences_of_a_window(candidate, workload)
-    samples = workload.sequences * chain // candidate.micro_batches // sequences
-    seq_length = sequences * workload.context // candidate.data // chain
+    if (uneven := uneven_seq_length(candidate, workload)) is not None:
+        samples, seq_length = 1, uneven
+    else:
+        sequences = sequences_of_a_window(candidate, workload)
+        samples = workload.sequences * chain // candidate.micro_batches // sequences
+        seq_length = sequences * workload.context // candidate.data // chain
     links = workload.planned_links(candidate)
     tolerance = workload.tolerance if candidate.tolerance is None else candidate.tolerance
     flags = [
@@ -176,6 +179,19 @@ def _expert_flags(workload: Workload) -> list[str]:
         f"--expert-model-parallel-size {workload.expert_parallel}",
         "--expert-tensor-parallel-size 1",
     ]
+
+
+def uneven_seq_length(candidate: Candidate, workload: Workload) -> int | None:
+    """Returns the mean tokens of a rank's micro-batches where their number does not divide the
+    sequences; None: it does.
+
+    It is a multiple of whole blocks, so that a global batch has a few tokens more.
+    """
+    if candidate.pool_size is None or workload.sequences % candidate.micro_batches == 0:
+        return None
+    multiple = math.lcm(BLOCK, 2 * candidate.tensor)
+    parts = candidate.data * candidate.micro_batches * multiple
+    return -(-workload.sequences * workload.context // parts) * multiple
 
 
 def sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:

@@ -32,6 +32,11 @@ _CHAINS = (2, 4)
 """Lengths of the chains of micro-batches that are tried."""
 _BUFFERS = (4.0, 3.0, 2.5, 2.0)
 """Bounds of what a server receives that are tried: times the bytes of the rows that it owns."""
+_UNEVEN, _MOST_UNEVEN = 1.125, 4
+"""Step between numbers of micro-batches smaller than a sequence, and their bound, for each sequence
+of a global batch."""
+_OTHER_NUMBERS = (0.5, 0.75, 1.25, 1.5)
+"""Numbers of micro-batches of server pools that are tried, times the number of the fastest."""
 _LAST_RESORTS = 4
 """Configurations, those that need least memory, that are tried with less where none fits."""
 _SLOWEST_NETWORK = 12.5
@@ -143,14 +148,37 @@ def candidates(
     """Lists the configurations of `divisions` that may fit in memory.
 
     A configuration with `--distca` that does not fit is tried with 1F1B's bound of micro-batches in
-    flight.
+    flight, and with micro-batches smaller than a sequence.
     """
     found = []
     for candidate in divisions(system, workload, tensor, stages, most_micro_batches):
-        tried = [candidate, *with_fewer_in_flight(candidate)]
+        tried = [
+            candidate,
+            *with_fewer_in_flight(candidate),
+            *with_uneven_micro_batches(candidate, workload),
+        ]
         usable = workload.cluster.usable_bytes
         found += [each for each in tried if least_memory(each, workload) <= usable][:1]
     return found
+
+
+def with_uneven_micro_batches(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with micro-batches smaller than a sequence, which take less memory,
+    the largest first.
+
+    Only server pools have them, be it one pool of all ranks: their micro-batches differ in tokens.
+    A document that is longer has one alone, so that the longest decides what fits.
+    """
+    least = max(candidate.micro_batches, workload.sequences)
+    size = candidate.pool_size or candidate.data
+    if candidate.system != "tiles" or candidate.chain > 1 or workload.model.experts is not None:
+        return []
+    if candidate.micro_batches < workload.sequences:
+        return []
+    numbers, most = [], _MOST_UNEVEN * workload.sequences
+    while (least := math.ceil(_UNEVEN * least + 0.5)) <= most:
+        numbers.append(least)
+    return [replace(candidate, micro_batches=n, pool_size=size) for n in numbers]
 
 
 def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
@@ -180,8 +208,14 @@ def without_latents(candidate: Candidate, workload: Workload) -> list[Candidate]
 
 def with_less_memory(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Substitutes for a configuration that does not fit."""
-    shared = [] if candidate.head_parallel > 1 else with_shared_heads(candidate, workload)[-1:]
-    return [*without_latents(candidate, workload), *with_fewer_in_flight(candidate), *shared]
+    shared = [] if candidate.head_parallel > 1 else with_most_shared_heads(candidate, workload)
+    uneven = with_uneven_micro_batches(candidate, workload)[:1]
+    return [
+        *without_latents(candidate, workload),
+        *with_fewer_in_flight(candidate),
+        *shared,
+        *uneven,
+    ]
 
 
 def with_smaller_buffers(candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -255,7 +289,9 @@ def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
     Training has them without chains and experts. A pool has the same ranks of all stages.
     """
     alone = candidate.chain == 1 and workload.model.experts is None
-    if candidate.system != "tiles" or not alone or candidate.pool_size is not None:
+    if candidate.system != "tiles" or not alone:
+        return []
+    if candidate.pool_size not in (None, candidate.data):
         return []
     node = workload.cluster.servers_per_node(candidate.tensor)
     sizes = [
@@ -267,36 +303,51 @@ def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
 
 
 def without_ping_pong(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration without ping-pong, if its server pools lie inside nodes.
+    """Returns the configuration without ping-pong, if tasks stay inside nodes, or ranks share
+    heads.
 
-    There exchanges take less time than twice as many launches, and interfere with nothing.
+    There exchanges take less time than twice as many launches, and interfere with less. Tasks
+    travel among the ranks of a server pool, and not between ranks that share heads.
     """
-    size = candidate.pool_size
-    if size is None or size > workload.cluster.servers_per_node(candidate.tensor):
+    ranks = candidate.pool_size or candidate.data
+    inside = ranks <= workload.cluster.servers_per_node(candidate.tensor)
+    if candidate.system != "tiles" or (candidate.stages > 1 and candidate.pool_size is None):
+        return []
+    if not candidate.ping_pong or not (inside or candidate.head_parallel > 1):
         return []
     return [replace(candidate, ping_pong=False)]
 
 
 def with_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration with other numbers of a node's ranks that share heads."""
+    """Returns the configuration with other numbers of ranks that share heads, which rise: ranks of
+    a node, or of several nodes."""
     if candidate.system != "tiles" or workload.latent_rows == "on":
         return []
     ranks = math.gcd(candidate.data, candidate.pool_size or candidate.data)
     heads = workload.model.kv_heads // candidate.tensor
     node = workload.cluster.servers_per_node(candidate.tensor)
-    sizes = _divisors(math.gcd(ranks, heads, node))
+    sizes = [n for n in _divisors(math.gcd(ranks, heads)) if node % n == 0 or n % node == 0]
     return [replace(candidate, head_parallel=n) for n in sizes if n != candidate.head_parallel]
 
 
+def with_most_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with heads that as many ranks of a node share as can, and, where
+    there are so many heads, ranks of several nodes."""
+    node = workload.cluster.servers_per_node(candidate.tensor)
+    every = with_shared_heads(candidate, workload)
+    inside = [each for each in every if each.head_parallel <= node]
+    beyond = [each for each in every if each.head_parallel > node]
+    return [*inside[-1:], *beyond[-1:]]
+
+
 def with_pools_or_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration with server pools, and with heads that as many ranks of a node
-    share as can, in one pool and in pools of a node."""
+    """Returns the configuration with server pools, and with as many ranks as can that share heads,
+    in one pool and in pools of a node."""
     pools = with_pools(candidate, workload)
-    shared = with_shared_heads(candidate, workload)[-1:]
     return [
         *pools,
-        *shared,
-        *(o for each in pools[:1] for o in with_shared_heads(each, workload)[-1:]),
+        *with_most_shared_heads(candidate, workload),
+        *(o for each in pools[:1] for o in with_most_shared_heads(each, workload)),
     ]
 
 
@@ -306,11 +357,23 @@ def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Ca
     A pool with short documents alone has more tokens than the mean.
     """
     more = 2 * candidate.micro_batches
-    if candidate.pool_size is None or workload.sequences % more:
-        return []
-    if workload.sequences // more * workload.context % (2 * candidate.data):
+    if candidate.pool_size is None or more > _MOST_UNEVEN * workload.sequences:
         return []
     return [replace(candidate, micro_batches=more)]
+
+
+def with_other_micro_batches(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with other numbers of micro-batches, which server pools allow: they
+    need not divide the sequences."""
+    if candidate.pool_size is None:
+        return []
+    numbers = {max(round(each * candidate.micro_batches), 1) for each in _OTHER_NUMBERS}
+    most = _MOST_UNEVEN * workload.sequences
+    return [
+        replace(candidate, micro_batches=n)
+        for n in sorted(numbers)
+        if n != candidate.micro_batches and candidate.stages <= n <= max(most, candidate.stages)
+    ]
 
 
 def last_resorts(

@@ -365,6 +365,9 @@ def incoming_of(
         sequences: lengths of the documents in each sequence, int64.
     """
     count = candidate.micro_batches // candidate.chain
+    if candidate.pool_size is not None and workload.sequences % count:
+        (every,) = documents_in_turn([np.concatenate(sequences)])
+        return every.in_parts(count)
     each = workload.sequences // count
     windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(count)]
     return documents_in_turn(windows, candidate.chain)

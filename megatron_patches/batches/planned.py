@@ -50,6 +50,8 @@ class PlannedReader:
             parallelism), or 1.
         head_parallel: data-parallel ranks of an attention server, which share heads: each has an
             equal part of the rows that a plan gives to the server.
+        cuts_at_windows: whether documents end where the window of a micro-batch ends; otherwise
+            they end with the global batch, and only server pools share them out.
     """
 
     stream: TokenStream
@@ -57,6 +59,7 @@ class PlannedReader:
     planner: GlobalBatchPlanner
     sequence_shards: int
     head_parallel: int = 1
+    cuts_at_windows: bool = True
 
     @property
     def _server(self) -> int:
@@ -71,6 +74,12 @@ class PlannedReader:
             micro_batches: number of micro-batches.
         """
         samples = self.layout.samples_per_micro_batch
+        if not self.cuts_at_windows:
+            start = first_sample * self.layout.seq_length
+            tokens = micro_batches * samples * self.layout.seq_length
+            lengths = self.stream.document_lengths(start, start + tokens)
+            every = Documents(lengths, start + np.cumsum(lengths) - lengths)
+            return every.in_parts(micro_batches)
         found = []
         for count in chain_sizes(micro_batches, self.planner.options.chain):
             found.append(self._read_windows(first_sample, count))

@@ -34,6 +34,15 @@ def max_document_tokens(config: DistcaConfig, args: Namespace) -> int:
     return config.documents.max_length or _attended(config, args)
 
 
+def documents_cross_windows(config: DistcaConfig, args: Namespace) -> bool:
+    """Returns whether documents may be longer than the window of a micro-batch.
+
+    Server pools share out the documents of a global batch, whatever their windows are.
+    """
+    longest, window = config.documents.max_length, args.data_parallel_size * args.seq_length
+    return config.pool_size is not None and longest is not None and longest > window
+
+
 def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
     """Checks that no window cuts a document that must stay whole.
 
@@ -46,7 +55,10 @@ def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
         ValueError: one would.
     """
     pack, attended = max_document_tokens(config, args), _attended(config, args)
-    if config.enabled:
+    if documents_cross_windows(config, args):
+        sizes = {args.global_batch_size, BatchSizes.from_args(args).evaluated}
+        attended = math.gcd(*sizes) * args.seq_length
+    elif config.enabled:
         # The last chain of a global batch may have fewer micro-batches.
         samples = args.data_parallel_size * args.micro_batch_size
         sizes = {args.global_batch_size, BatchSizes.from_args(args).evaluated}

@@ -202,8 +202,9 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         metavar="N",
         help="Ranks of a server pool: each N neighbouring data-parallel ranks share attention only"
-        " with each other. Documents are assigned to pools by their total work. Default: one "
-        "pool of all ranks.",
+        " with each other. Documents are assigned to pools by their total work, and to "
+        "micro-batches by their tokens, which may differ. Default: no pools, all ranks share "
+        "attention.",
     )
     group.add_argument(
         "--distca-head-parallel-size",
@@ -211,8 +212,8 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=1,
         metavar="N",
         help="Neighbouring data-parallel ranks that share the heads of core attention by "
-        "all-to-alls (Ulysses) and act as one attention server. Use ranks of one node. Default: "
-        "1, each rank computes all heads of its tasks.",
+        "all-to-alls (Ulysses) and act as one attention server. Use ranks of one node, or of "
+        "whole nodes. Default: 1, each rank computes all heads of its tasks.",
     )
     group.add_argument(
         "--distca-token-pairs",
@@ -254,7 +255,8 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="TOKENS",
         help="Longest document; longer ones are cut into pieces, which are shuffled. Default: the "
         "window, data-parallel size times --seq-length (times --distca-chain); a resumed run "
-        "keeps its checkpoint's. Also applies without --distca.",
+        "keeps its checkpoint's. Only with --distca-pool-size may documents be longer than the "
+        "window. Also applies without --distca.",
     )
     group.add_argument(
         "--distca-whole-documents",

@@ -12,6 +12,7 @@ import torch
 from distca.schedule import GlobalBatchPlanner, PlannerProcess
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.planned import PlannedReader
+from megatron_patches.batches.resuming import documents_cross_windows
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickMaker
 from megatron_patches.flags.batch_sizes import BatchSizes
@@ -38,6 +39,7 @@ class PlannedData:
             micro-batches of the global batch that starts there.
         evaluated: number of micro-batches of a global batch of an evaluation.
         fused_rotary: as for `MicroBatch.to`.
+        cuts_at_windows: as for `PlannedReader`.
     """
 
     planning: PlannerConfig
@@ -48,6 +50,7 @@ class PlannedData:
     micro_batches_at: Callable[[int], int]
     evaluated: int
     fused_rotary: bool
+    cuts_at_windows: bool = True
 
     @staticmethod
     def start(
@@ -93,6 +96,7 @@ class PlannedData:
             micro_batches_at=batches.micro_batches_by_sample(),
             evaluated=batches.evaluated // windows.samples_per_micro_batch,
             fused_rotary=args.apply_rope_fusion,
+            cuts_at_windows=not documents_cross_windows(config, args),
         )
 
     def reader(self, stream: TokenStream, forward_only: bool) -> PlannedReader:
@@ -108,7 +112,12 @@ class PlannedData:
             row_multiple=planning.sequence_shards * planning.head_parallel,
         )
         return PlannedReader(
-            stream, self.windows, planner, planning.sequence_shards, planning.head_parallel
+            stream,
+            self.windows,
+            planner,
+            planning.sequence_shards,
+            planning.head_parallel,
+            self.cuts_at_windows,
         )
 
     def maker(self, stream: TokenStream, forward_only: bool) -> TickMaker:

@@ -11,6 +11,7 @@ from distca.cost.link import Links
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import LayerMasks, Mask, validate_plan
 from distca.schedule import (
+    Documents,
     ExecutionOptions,
     GlobalBatchPlanner,
     LinearWork,
@@ -121,11 +122,42 @@ def test_pools_have_equal_work_and_different_tokens() -> None:
     assert of_pools.max() / of_pools.min() < 1.01
 
 
-def test_one_pool_of_all_is_the_plan_without_pools() -> None:
-    for whole, without in zip(planned(RANKS).ticks, planned(None).ticks, strict=True):
-        for plan, other in zip(whole.plans, without.plans, strict=True):
-            assert plan.tasks.server.tolist() == other.tasks.server.tolist()
-            assert plan.placement.rank.tolist() == other.placement.rank.tolist()
+@pytest.mark.parametrize("size", [2, RANKS])
+def test_any_number_of_micro_batches(size: int) -> None:
+    """Pools share out the documents of a global batch over micro-batches of about equal tokens."""
+    lengths = np.concatenate(windows())
+    every = Documents(lengths, np.cumsum(lengths) - lengths)
+    number = 3 * MICRO_BATCHES // 2 + 1
+    found = planner(size).plan(every.in_parts(number))
+    assert len(found.micro_batches) == number
+    starts, tokens = [], np.zeros((number, RANKS // size), dtype=np.int64)
+    for n, micro_batch in enumerate(found.micro_batches):
+        for pool, part in enumerate(micro_batch.pools):
+            for documents in part.documents:
+                real = documents.starts != PADDING
+                covered = zip(documents.starts[real], documents.lengths[real], strict=True)
+                starts += [np.arange(start, start + length) for start, length in covered]
+                tokens[n, pool] += documents.lengths.sum()
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate(starts)), np.arange(len(lengths) and int(lengths.sum()))
+    )
+    # The longest document alone may take more than its share.
+    assert (tokens.max(axis=0) < np.maximum(1.05 * tokens.mean(axis=0), 1.01 * lengths.max())).all()
+    for tick in found.ticks:
+        for plan in tick.plans:
+            validate_plan(plan)
+
+
+def test_a_document_longer_than_a_micro_batch_is_alone() -> None:
+    lengths = np.array([40_000, *[1000] * 24], dtype=np.int64)
+    every = Documents(lengths, np.cumsum(lengths) - lengths)
+    found = planner(RANKS).plan(every.in_parts(4))
+    sizes = [
+        sorted(np.concatenate([d.lengths for d in each.documents]).tolist())
+        for each in found.micro_batches
+    ]
+    tokens = sorted(map(sum, sizes))
+    assert tokens == [8000, 8000, 8000, 40_000]
 
 
 def test_each_mask_has_a_plan_in_pools() -> None:

@@ -31,13 +31,16 @@ from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
+    with_other_micro_batches,
     with_pools,
     with_shared_heads,
     with_slower_links,
+    with_uneven_micro_batches,
     without_ping_pong,
 )
 from distca.simulate.workload import options_of, token_pairs
 from megatron_patches.batches.layouts import WindowLayout
+from megatron_patches.batches.resuming import documents_cross_windows
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import schedule_config
@@ -158,6 +161,40 @@ def test_server_pools_where_training_has_them() -> None:
     assert [each.pool_size for each in stages] == [4, 8]
 
 
+def test_one_node_without_ping_pong() -> None:
+    """Where no task leaves a node, exchanges need not be hidden."""
+    job = replace(WORKLOAD, gpus=8)
+    given = Candidate("tiles", 1, 1, 8, 1, 2)
+    (alone,) = without_ping_pong(given, job)
+    assert not alone.ping_pong
+    assert without_ping_pong(alone, job) == []
+    check(parsed(shlex.split(" ".join(training_flags(alone, job))), job), alone, job)
+    assert without_ping_pong(replace(given, stages=2, data=4), job) == []
+
+
+def test_micro_batches_smaller_than_a_sequence() -> None:
+    """Server pools have any number of them; what is printed trains with them."""
+    job = replace(WORKLOAD, gpus=64, sequences=8, context=65536)
+    given = Candidate("tiles", 2, 1, 32, 1, 8)
+    uneven = with_uneven_micro_batches(given, job)
+    numbers = [each.micro_batches for each in uneven]
+    assert numbers[0] == 10
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] <= 32
+    assert with_uneven_micro_batches(replace(given, micro_batches=4), job) == []
+    assert with_uneven_micro_batches(replace(given, chain=2), job) == []
+    others = with_other_micro_batches(uneven[1], job)
+    for each in (uneven[0], replace(uneven[0], pool_size=4), *others):
+        flags = training_flags(each, job)
+        args = parsed(shlex.split(" ".join(flags)), job)
+        assert args.global_batch_size == each.micro_batches * each.data
+        wanted = job.sequences * job.context
+        tokens = args.global_batch_size * args.seq_length
+        assert wanted <= tokens < wanted + 128 * args.global_batch_size
+        crosses = documents_cross_windows(DistcaConfig.from_args(args), args)
+        assert crosses == (each.micro_batches > job.sequences)
+
+
 def test_shared_heads_where_training_has_them() -> None:
     """Ranks of a node, in all sizes that divide heads; what is printed trains with them."""
     job = replace(WORKLOAD, gpus=64, sequences=8)
@@ -173,7 +210,7 @@ def test_shared_heads_where_training_has_them() -> None:
         check(parsed(shlex.split(" ".join(flags)), job), each, job)
         assert given in [replace(o, pool_size=None) for o in with_shared_heads(each, job)]
     assert with_shared_heads(replace(given, system="greedy"), job) == []
-    assert with_shared_heads(replace(given, tensor=8, data=8), job) == []
+    assert with_shared_heads(replace(given, tensor=4, data=16), job) == []
 
 
 @pytest.mark.parametrize("system", DISTCA_SYSTEMS)

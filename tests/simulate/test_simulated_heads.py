@@ -64,6 +64,27 @@ def test_all_to_alls_take_time(job: str) -> None:
     assert seconds - without > 0.99 * of_links
 
 
+def test_all_to_alls_between_nodes() -> None:
+    """Ranks of several nodes send most rows through the network, and are one server."""
+    model = replace(JOB.model, kv_heads=JOB.model.heads)
+    cluster = replace(JOB.cluster, gpus_per_node=2, node_latency=1e-6)
+    workload = replace(JOB, model=model, cluster=cluster)
+    for size in (2, 4):
+        candidate = replace(ONE_EACH, head_parallel=size)
+        found = SharedHeadCosts.of(workload.costs_of(candidate))
+        row = model.attention_shape(size).token_bytes
+        copied = 4 * size * row / cluster.copied_bytes_per_second
+        near = row / cluster.node_bytes_per_second
+        far = (size - 2) * row / cluster.network_bytes_per_second
+        assert found.seconds == pytest.approx(max(near, far) + copied)
+        assert found.sent == (size - 1) * row
+        outcome = simulate(candidate, workload, batch(0))
+        assert outcome.gpus == workload.gpus
+    assert cluster.links(4).ranks_per_node == cluster.links(2).ranks_per_node == 1
+    with pytest.raises(ValueError, match="does not divide"):
+        replace(cluster, gpus_per_node=4).links(6)
+
+
 def test_servers_share_what_they_receive() -> None:
     """A key that goes to another node goes to one of its ranks for each head, not to all."""
     sent = {}

@@ -15,9 +15,11 @@ from distca.simulate.space import (
     with_fewer_in_flight,
     with_kept_inputs,
     with_more_micro_batches,
+    with_other_micro_batches,
     with_pools,
     with_shared_heads,
     with_slower_links,
+    with_uneven_micro_batches,
     without_latents,
     without_ping_pong,
 )
@@ -30,6 +32,7 @@ def variants(candidate: Candidate, job: Workload) -> list[Candidate]:
     of_job = (
         *(with_chains, with_pools, with_shared_heads, with_kept_inputs, without_ping_pong),
         *(with_slower_links, without_latents, with_more_micro_batches),
+        *(with_other_micro_batches, with_uneven_micro_batches),
     )
     found = [each for make in of_job for each in make(candidate, job)]
     return [*found, *with_fewer_in_flight(candidate)]

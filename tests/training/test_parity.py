@@ -228,6 +228,33 @@ def test_server_pools(ranks, extra: str) -> None:
         check_gradients(found, expected, extra)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--distca-pool-size 4",
+        "--distca-pool-size 2 --no-distca-ping-pong",
+        "--distca-pool-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--distca-pool-size 2 --pipeline-model-parallel-size 2",
+        "--distca-pool-size 4 --distca-head-parallel-size 2",
+    ],
+)
+def test_documents_longer_than_a_micro_batch(ranks, extra: str) -> None:
+    """Pools share out a global batch whose documents cross the windows of micro-batches."""
+    steps, world_size = 2, 4
+    lengths = many_documents(steps * 4 * 1024)
+    parts = 2 if "model-parallel-size" in extra else 1
+    flags = ["--seq-length", "128", "--global-batch-size", "32", *GROUPS[2], "--distca"]
+    flags += ["--distca-max-document-length", "1024", *extra.split()]
+    # The window of a micro-batch.
+    assert max(lengths) > 128 * world_size // parts // 2
+    found = ranks.run(train, flags, lengths, steps, world_size=world_size)
+    expected = reference_of_many(ranks, steps)
+    for rank in found:
+        assert rank.losses == pytest.approx(expected.losses, rel=3e-6)
+        assert rank.bytes_counted == rank.bytes_planned
+    check_gradients(found, expected, extra)
+
+
 def many_documents(tokens: int) -> list[int]:
     """Two long documents, then short ones; none across a window's end."""
     generator, lengths = np.random.default_rng(0), [500, 500]

@@ -60,7 +60,8 @@ class ExecutionOptions:
             bound.
         forward_only: whether the job has no backward ticks, as in an evaluation.
         chain: micro-batches in turn that share documents; 1: none crosses a micro-batch's end.
-        pool_size: ranks of a server pool (`server_pools.py`); None: one pool has all ranks.
+        pool_size: ranks of a server pool (`server_pools.py`); None: there are no pools, all ranks
+            share attention, and micro-batches have exactly as many tokens as each other.
         token_pairs: visible pairs whose attention takes as long as the linear layers of a token, in
             a layer, both passes: by these documents are assigned to pools; None: as many as take
             equally many operations.
@@ -160,7 +161,7 @@ class GlobalBatchPlanner:
         Args:
             incoming: documents of each micro-batch, or of each chain of them, in the order of the
                 stream. All micro-batches have the same number of tokens, divisible by the
-                data-parallel ranks (and the two nano-batches).
+                data-parallel ranks (and the two nano-batches); with server pools any number.
 
         Raises:
             ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
@@ -218,6 +219,8 @@ class GlobalBatchPlanner:
         """
         sizes = [documents.micro_batches for documents in incoming]
         assert sizes == chain_sizes(sum(sizes), self.options.chain), f"chains of {sizes}"
+        if self._server_pools is not None:
+            return self._of_pools(self.assign(incoming))
         tokens = {int(d.lengths.sum()) / d.micro_batches for d in incoming}
         parts = self.ranks * (2 if self.options.ping_pong else 1)
         if len(tokens) != 1 or next(iter(tokens)) % parts:
@@ -226,8 +229,6 @@ class GlobalBatchPlanner:
                 f"micro-batches of {found} tokens: they must all hold the same number, a multiple "
                 f"of {parts}"
             )
-        if self._server_pools is not None:
-            return self._of_pools(self.assign(incoming))
         planned: list[PlannedMicroBatch] = []
         for documents in self.share_out(incoming):
             planned += self._plan_chain(documents, len(planned))
@@ -381,16 +382,16 @@ class GlobalBatchPlanner:
 
     @cached_property
     def _server_pools(self) -> ServerPools | None:
-        """The server pools; None: all ranks are one."""
+        """The server pools; None: there are none."""
         size = self.options.pool_size
-        if size is None or size == self.ranks:
+        if size is None:
             return None
         multiple = size * self.row_multiple * (2 if self.options.ping_pong else 1)
         return ServerPools(size, self.ranks // size, multiple)
 
     @cached_property
     def _pool_planners(self) -> tuple[GlobalBatchPlanner, ...]:
-        """Planner of each server pool, over its own ranks; none: all ranks are one pool."""
+        """Planner of each server pool, over its own ranks; none: there are no pools."""
         if self._server_pools is None:
             return ()
         planners = []

@@ -62,6 +62,10 @@ class Documents:
             trees=trees,
         )
 
+    def in_parts(self, number: int) -> list[Documents]:
+        """Divides the documents, in turn, into parts of about as many documents each."""
+        return [self.select(each) for each in np.array_split(np.arange(len(self.lengths)), number)]
+
     def nodes(self) -> Documents:
         """Returns the nodes of the documents as documents, with the tokens of their paths.
 

@@ -6,9 +6,12 @@ equally long, since then they reach the reduction of gradients together. So the 
 global batch are assigned to pools by all their work, that of attention and that of linear layers,
 and tasks travel only inside a pool. A pool with long documents has fewer tokens than others.
 
-One pool of all ranks is DistCA as the paper has it. Pools of one rank are data parallelism whose
-replicas have equal work. Smaller pools send fewer bytes and wait less, but they need documents that
-can be divided evenly among them.
+Pools of one rank are data parallelism whose replicas have equal work. Smaller pools send fewer
+bytes and wait less, but they need documents that can be divided evenly among them. One pool of all
+ranks shares attention as DistCA without pools does.
+
+A pool's micro-batches have about equally many tokens, and any number of them: memory alone bounds
+it. A document longer than these has a micro-batch alone.
 
 A pool's tokens must divide evenly among its ranks (and nano-batches, and sequence parallelism), so
 each micro-batch ends with a *padding* document of a few tokens, which no loss counts.
