@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.machine import cpu_name
 
+Direction = Literal["forward", "backward"]
+"""Pass of a kernel."""
 HELD_OUT = 40
 """Number of points that are measured to see how far predictions are off."""
 _FEW = (1, 8)
@@ -26,7 +29,7 @@ their work at least as long as the launch."""
 
 
 class KernelTimer:
-    """A stopwatch for the forward tasks of a kernel, as attention servers run them.
+    """A stopwatch for the tasks of a kernel, as attention servers run them.
 
     A server computes many tasks in one call. A short task that is alone in a call takes a launch
     and leaves most of a GPU empty, which it does not in company. So equal tasks share a call, in
@@ -62,7 +65,14 @@ class KernelTimer:
             )
         )
 
-    def seconds(self, q_len: int, kv_len: int, causal: bool, budget: float = 0.1) -> float:
+    def seconds(
+        self,
+        q_len: int,
+        kv_len: int,
+        causal: bool,
+        budget: float = 0.1,
+        direction: Direction = "forward",
+    ) -> float:
         """Measures the seconds that one more task adds to a call which keeps the device busy.
 
         If a call has too few rows to keep the device busy, it is a task's part of the largest call.
@@ -72,25 +82,45 @@ class KernelTimer:
             kv_len: key rows of the task.
             causal: whether the task ends on the diagonal; otherwise it is a full rectangle.
             budget: seconds that may be spent on each number of tasks.
+            direction: pass that is measured.
         """
-        tasks, took = 1, self._call(1, q_len, kv_len, causal, budget)
+
+        def call(tasks: int) -> float:
+            return self._call(tasks, q_len, kv_len, causal, budget, direction)
+
+        tasks, took = 1, call(1)
         while 2 * tasks * max(q_len, kv_len) <= self._rows:
-            twice = self._call(2 * tasks, q_len, kv_len, causal, budget)
+            twice = call(2 * tasks)
             if twice >= _SATURATED * took:
                 return (twice - took) / tasks
             tasks, took = 2 * tasks, twice
         return took / tasks
 
-    def _call(self, tasks: int, q_len: int, kv_len: int, causal: bool, budget: float) -> float:
+    def _call(
+        self,
+        tasks: int,
+        q_len: int,
+        kv_len: int,
+        causal: bool,
+        budget: float,
+        direction: Direction = "forward",
+    ) -> float:
         """Returns the seconds of the fastest run of a call with a number of equal tasks."""
         q, k, v = self._q[: tasks * q_len], self._k[: tasks * kv_len], self._v[: tasks * kv_len]
         edges = [torch.arange(tasks + 1, dtype=torch.int32) * n for n in (q_len, kv_len)]
         equal = KernelTasks(edges[0], edges[1], causal, window_left=None, softmax_scale=0.1)
 
-        def run() -> None:
+        def forward() -> None:
             self._kernel.forward(q, k, v, equal)
 
-        return fastest(run, self._synchronize, budget, self._clock)
+        if direction == "forward":
+            return fastest(forward, self._synchronize, budget, self._clock)
+        out, lse = self._kernel.forward(q, k, v, equal)
+
+        def backward() -> None:
+            self._kernel.backward(out, q, k, v, out, lse, equal)
+
+        return fastest(backward, self._synchronize, budget, self._clock)
 
     def backward_over_forward(self, tokens: int, budget: float = 0.1) -> float:
         """Measures a document's backward pass over its forward pass.
@@ -99,19 +129,8 @@ class KernelTimer:
             tokens: tokens of the document.
             budget: seconds that may be spent on each of the two.
         """
-        q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
-        edges = torch.tensor([0, tokens], dtype=torch.int32)
-        tasks = KernelTasks(edges, edges, True, window_left=None, softmax_scale=0.1)
-        out, lse = self._kernel.forward(q, k, v, tasks)
-
-        def forward() -> None:
-            self._kernel.forward(q, k, v, tasks)
-
-        def backward() -> None:
-            self._kernel.backward(out, q, k, v, out, lse, tasks)
-
-        took = fastest(backward, self._synchronize, budget, self._clock)
-        return took / fastest(forward, self._synchronize, budget, self._clock)
+        took = self._call(1, tokens, tokens, True, budget, "backward")
+        return took / self._call(1, tokens, tokens, True, budget)
 
     def _synchronize(self) -> None:
         if self._device == "cuda":
@@ -160,6 +179,7 @@ def profile_kernel(
     min_length: int = 32,
     told: Callable[[], None] = lambda: None,
     budget: float = 0.1,
+    backward: bool = True,
 ) -> Profile:
     """Measures this machine at each pair of `profiled_lengths`.
 
@@ -170,6 +190,7 @@ def profile_kernel(
         min_length: tokens from which on each length is twice the one before.
         told: function that is called after each pair of lengths.
         budget: seconds that may be spent on each call.
+        backward: whether backward passes are measured, too.
 
     Raises:
         ValueError: the grid would have fewer than two lengths.
@@ -177,24 +198,27 @@ def profile_kernel(
     lengths = profiled_lengths(max_length, min_length)
     kernel = select_kernel_of_heads(device, shape.head_dim, shape.value_dim)
     timer = KernelTimer(kernel, shape, lengths[-1], device)
-    full = [[0.0] * len(lengths) for _ in lengths]
-    diagonal = [[0.0] * len(lengths) for _ in lengths]
-    cells = [(i, j) for i in range(len(lengths)) for j in range(len(lengths))]
-    for i, j in cells:
-        full[i][j] = timer.seconds(lengths[i], lengths[j], False, budget)
-        if j >= i:
-            diagonal[i][j] = timer.seconds(lengths[i], lengths[j], True, budget)
-        told()
-    for i in range(len(lengths)):
-        for j in range(i):
-            diagonal[i][j] = diagonal[i][i]
-    return Profile(
-        lengths,
-        tuple(tuple(row) for row in full),
-        tuple(tuple(row) for row in diagonal),
-        shape,
-        _provenance(device, kernel),
+    directions: tuple[Direction, ...] = ("forward", "backward") if backward else ("forward",)
+    tables = {
+        (direction, causal): [[0.0] * len(lengths) for _ in lengths]
+        for direction in directions
+        for causal in (False, True)
+    }
+    for i, q_len in enumerate(lengths):
+        for j, kv_len in enumerate(lengths):
+            for (direction, causal), seconds in tables.items():
+                if causal and j < i:
+                    continue
+                seconds[i][j] = timer.seconds(q_len, kv_len, causal, budget, direction)
+            told()
+    for (_, causal), seconds in tables.items():
+        if causal:
+            for i, row in enumerate(seconds):
+                row[:i] = [row[i]] * i
+    full, diagonal, *of_backward = (
+        tuple(tuple(row) for row in seconds) for seconds in tables.values()
     )
+    return Profile(lengths, full, diagonal, shape, _provenance(device, kernel), *of_backward)
 
 
 def backward_over_forward(shape: AttentionShape, tokens: int, device: str) -> float:

@@ -70,7 +70,7 @@ def _cost_model(args: argparse.Namespace, shape: AttentionShape) -> CostModel | 
             f"--profile {args.profile} was measured for {'; '.join(differ)} (of one rank): run "
             "`distca profile` with your heads and --dtype"
         )
-    return measured
+    return measured.of_training()
 
 
 def _server_speeds(args: argparse.Namespace) -> tuple[float, ...] | None:

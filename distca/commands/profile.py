@@ -32,8 +32,8 @@ SMALL = ModelSize(1, 0, 8, 2, 32, 0)
 _DESCRIPTION = """\
 Measures how long this machine's attention kernel takes for tasks of many lengths. Training
 (--distca-profile) and `distca plan --profile` then judge loads by these times, where otherwise they
-count pairs of query and key. Equal tasks share a call, as they do on an attention server. Give your
-model, and how many GPUs divide its heads.
+count pairs of query and key. Equal tasks share a call, as they do on an attention server. Forward
+and backward passes are measured. Give your model, and how many GPUs divide its heads.
 """
 _EXAMPLES = """\
 examples:
@@ -60,6 +60,11 @@ def build_parser() -> Parser:
         metavar="TOKENS",
         help="Longest task that is measured, at least 64; longer tasks are assumed to run at its "
         "rate.",
+    )
+    parser.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="Leave out backward passes, which training balances, too, and inference has not.",
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads.")
     parser.add_argument(
@@ -89,7 +94,9 @@ def main(argv: list[str]) -> int:
     _check_memory(shape, args.max_length, device)
     points = len(profiled_lengths(args.max_length)) ** 2 + HELD_OUT
     with progress("distca profile", "points", points) as shown:
-        profile = profile_kernel(shape, args.max_length, device, told=shown.update)
+        profile = profile_kernel(
+            shape, args.max_length, device, told=shown.update, backward=not args.forward_only
+        )
         profile.save(args.output)
         errors = held_out_errors(profile, device, told=shown.update)
     sys.stdout.write(

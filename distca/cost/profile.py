@@ -1,7 +1,8 @@
 """Measured kernel times over a grid of lengths, and predictions from them (paper, Section 4.2).
 
 `distca profile` (`distca.attention.kernel_timing`) measures both task shapes: full rectangles, and
-tasks that end on the diagonal, many of each in a call. A prediction interpolates the rate, in pairs
+tasks that end on the diagonal, many of each in a call, forward and backward. A prediction
+interpolates the rate, in pairs
 a second, bilinearly between the four nearest grid points, in the logarithms of lengths and rates.
 Beyond the grid, where the kernel is saturated, the rate is that of the grid's edge. So a short
 query is as slow with more keys than the grid has as with the most it has: measure up to the lengths
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distca.cost.kernel_time import CostModel
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
 
@@ -36,6 +38,11 @@ class Profile:
             fewer keys than queries does not exist, and repeats the square's time.
         shape: heads that were measured.
         provenance: hardware, versions, kernel, date.
+        backward_full_seconds, backward_diagonal_seconds: seconds of the same tasks' backward
+            passes; None: these were not measured.
+
+    Raises:
+        ValueError: lengths don't rise, or a table has another size or a time that is not positive.
     """
 
     lengths: tuple[int, ...]
@@ -43,10 +50,16 @@ class Profile:
     diagonal_seconds: tuple[tuple[float, ...], ...]
     shape: AttentionShape
     provenance: dict[str, str]
+    backward_full_seconds: tuple[tuple[float, ...], ...] | None = None
+    backward_diagonal_seconds: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         size = len(self.lengths)
-        tables = (self.full_seconds, self.diagonal_seconds)
+        tables = [self.full_seconds, self.diagonal_seconds]
+        if (self.backward_full_seconds is None) != (self.backward_diagonal_seconds is None):
+            raise ValueError("a profile has backward times of full tasks and of others, or of none")
+        if self.backward_full_seconds is not None and self.backward_diagonal_seconds is not None:
+            tables += [self.backward_full_seconds, self.backward_diagonal_seconds]
         if size < 2 or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
             raise ValueError(f"a profile's lengths must be two or more and rise: {self.lengths}")
         for table in tables:
@@ -59,6 +72,18 @@ class Profile:
     def description(self) -> str:
         what = self.provenance
         return f"measured on {what.get('hardware', '?')} ({what.get('date', '?')})"
+
+    @cached_property
+    def backward(self) -> Profile | None:
+        """The seconds of backward passes as a `CostModel`; None: these were not measured."""
+        full, diagonal = self.backward_full_seconds, self.backward_diagonal_seconds
+        if full is None or diagonal is None:
+            return None
+        return Profile(self.lengths, full, diagonal, self.shape, self.provenance)
+
+    def of_training(self) -> CostModel:
+        """Returns the cost model by which training balances: that of both passes, if measured."""
+        return self if self.backward is None else BothPasses(self, self.backward)
 
     @property
     def flops_per_second(self) -> float:
@@ -134,6 +159,10 @@ class Profile:
                 tuple(tuple(row) for row in saved["diagonal_seconds"]),
                 AttentionShape(**saved["shape"]),
                 dict(saved["provenance"]),
+                *(
+                    None if saved.get(name) is None else tuple(tuple(row) for row in saved[name])
+                    for name in ("backward_full_seconds", "backward_diagonal_seconds")
+                ),
             )
         except (
             *(OSError, KeyError, TypeError, AttributeError, ValueError),
@@ -142,6 +171,38 @@ class Profile:
             raise ValueError(
                 f"{path} is no usable profile ({error}): make one with `distca profile`"
             ) from error
+
+
+@dataclass(frozen=True)
+class BothPasses:
+    """A `CostModel` of a task's forward and backward passes, which the same server runs.
+
+    Short tasks' backward passes are not as many times as long as long tasks'. Seconds are scaled so
+    that the longest task on the diagonal has those of its forward pass, as elsewhere.
+
+    Attributes:
+        forward: seconds of forward passes.
+        backward: seconds of backward passes.
+    """
+
+    forward: Profile
+    backward: Profile
+
+    @property
+    def description(self) -> str:
+        return f"{self.forward.description}, both passes"
+
+    @cached_property
+    def ratio(self) -> float:
+        """Backward over forward seconds of the longest task on the diagonal."""
+        return self.backward.diagonal_seconds[-1][-1] / self.forward.diagonal_seconds[-1][-1]
+
+    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> Floats:
+        """See `CostModel.seconds`."""
+        columns = q_len, kv_len, pairs
+        both = self.forward.seconds(*columns) + self.backward.seconds(*columns)
+        result: Floats = both / (1 + self.ratio)
+        return result
 
 
 def _diagonal_pairs(q: Floats, kv: Floats) -> Floats:

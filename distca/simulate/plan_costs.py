@@ -12,6 +12,7 @@ from distca.cost.kernel_memory import kernel_memory
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.memory import CoreAttentionMemory, memory_of_rows
+from distca.cost.profile import Profile
 from distca.cost.rows import RankRows, rank_rows
 from distca.cost.volume import (
     BACKWARD_PHASES,
@@ -111,11 +112,14 @@ class PlanCosts:
 
     @cached_property
     def forward(self) -> PassCosts:
-        return self._pass("forward", FORWARD_PHASES, 1.0)
+        return self._pass("forward", FORWARD_PHASES, self._kernel_seconds)
 
     @cached_property
     def backward(self) -> PassCosts:
-        return self._pass("backward", BACKWARD_PHASES, self.cluster.backward_over_forward)
+        seconds = self.cluster.backward_over_forward * self._kernel_seconds
+        if isinstance(self.cost_model, Profile) and self.cost_model.backward is not None:
+            seconds = self._seconds_by(self.cost_model.backward)
+        return self._pass("backward", BACKWARD_PHASES, seconds)
 
     def of(self, direction: Pass) -> PassCosts:
         """Costs of a pass."""
@@ -133,8 +137,11 @@ class PlanCosts:
     @cached_property
     def _kernel_seconds(self) -> Floats:
         """Time of each server's forward kernels, `[servers]`."""
+        return self._seconds_by(self.cost_model)
+
+    def _seconds_by(self, cost_model: CostModel) -> Floats:
         plan = self.plan
-        loads = server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
+        loads = server_loads(plan.tasks, plan.mask, plan.world_size, cost_model)
         return loads.astype(np.float64)
 
     @cached_property
@@ -151,9 +158,9 @@ class PlanCosts:
         rate = self.cluster.peak_tflops * 1e12 * self.cluster.linear_mfu
         return kv.received.astype(np.float64) * (self.shape.expansion_flops / rate)
 
-    def _pass(self, direction: Pass, phases: tuple[str, str], factor: float) -> PassCosts:
-        """Works out a pass, whose kernels take `factor` times those of the forward pass."""
-        seconds = factor * self._kernel_seconds + self.cluster.launch_seconds * self._kernel_calls
+    def _pass(self, direction: Pass, phases: tuple[str, str], kernels: Floats) -> PassCosts:
+        """Works out a pass, whose kernels take some seconds on each server, `[servers]`."""
+        seconds = kernels + self.cluster.launch_seconds * self._kernel_calls
         copied = copy_traffic(self.rows, self.shape, direction, self.backward_inputs)
         seconds = seconds + self.cluster.traffic_seconds(copied)
         seconds = seconds + self._expansion_seconds * (1 if direction == "forward" else 3)

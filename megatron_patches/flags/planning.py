@@ -36,12 +36,13 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
     shape = ModelSizes.from_args(args).attention_shape(gpus)
     cost_model: CostModel
     if flags.profile is not None:
-        cost_model = Profile.load(flags.profile)
-        if cost_model.shape != shape:
+        profile = Profile.load(flags.profile)
+        if profile.shape != shape:
             raise ValueError(
-                f"--distca-profile {flags.profile} was measured for {cost_model.shape}, but "
+                f"--distca-profile {flags.profile} was measured for {profile.shape}, but "
                 f"a rank of this run has {shape}: profile that"
             )
+        cost_model = profile.of_training()
     else:
         logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
         cost_model = AnalyticCost.of_shape(shape)

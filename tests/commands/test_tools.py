@@ -27,7 +27,7 @@ from benchmarks.training.summary import TimedPass, fit, replay, ticks_seconds
 from distca.commands import profile as profiling
 from distca.commands.main import COMMANDS, main
 from distca.cost.model_sizes import ModelSize
-from distca.cost.profile import Profile
+from distca.cost.profile import BothPasses, Profile
 from distca.cost.volume import AttentionShape
 from distca.simulate import CLUSTERS
 
@@ -191,6 +191,9 @@ def test_profiling_this_machine(tmp_path, capsys) -> None:
     assert predict(found, 1, 256, 256) == pytest.approx(found.full_seconds[0][-1])
     assert found.shape == AttentionShape(2, 1, 8, 4)
     assert predict(found, 256, 256, 256 * 256) > predict(found, 32, 32, 32 * 32)
+    both = found.of_training()
+    assert isinstance(both, BothPasses)
+    assert both.ratio == found.backward.diagonal_seconds[-1][-1] / found.diagonal_seconds[-1][-1]
     assert "held-out points: median error" in capsys.readouterr().out
 
 
@@ -199,6 +202,32 @@ def test_a_model_is_profiled_with_the_heads_of_a_rank(tmp_path, capsys) -> None:
     given = "--model llama-3.2-1b --tensor-model-parallel-size 4 --max-length 64".split()
     assert profiling.main([*given, "--output", str(path)]) == 0
     assert Profile.load(path).shape == AttentionShape(8, 2, 64, 4)
+    assert profiling.main([*given, "--forward-only", "--output", str(path)]) == 0
+    forward = Profile.load(path)
+    assert forward.backward is None
+    assert forward.of_training() is forward
+
+
+def test_training_balances_both_passes() -> None:
+    """Where short tasks' backward passes take longer, short tasks count for more."""
+    forward = grid()
+    shape = np.array(forward.diagonal_seconds).shape
+    slow = np.full(shape, 3.0)
+    slow[0] = 9.0
+    tables = (
+        tuple(map(tuple, (slow * np.array(table)).tolist()))
+        for table in (forward.full_seconds, forward.diagonal_seconds)
+    )
+    names = "backward_full_seconds", "backward_diagonal_seconds"
+    both = replace(forward, **dict(zip(names, tables, strict=True)))
+    cost_model = both.of_training()
+    short, long = forward.lengths[0], forward.lengths[-1]
+    for tokens, times in ((short, 10 / 4), (long, 1.0)):
+        columns = np.array([tokens]), np.array([tokens]), np.array([tokens * tokens])
+        expected = times * forward.seconds(*columns)
+        assert cost_model.seconds(*columns) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="backward times of full tasks"):
+        replace(both, backward_full_seconds=None)
 
 
 def write_log(path: Path, losses: dict[int, float]) -> Path:

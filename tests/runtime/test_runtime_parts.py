@@ -184,10 +184,19 @@ class BusyMachine:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: KernelTasks
-    ) -> None:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._run(tasks, times=1)
+        return q, q
+
+    def backward(self, *tensors: torch.Tensor | KernelTasks) -> None:
+        tasks = tensors[-1]
+        assert isinstance(tasks, KernelTasks)
+        self._run(tasks, times=3)
+
+    def _run(self, tasks: KernelTasks, times: int) -> None:
         rows, keys = np.diff(tasks.cu_seqlens_q.numpy()), np.diff(tasks.cu_seqlens_kv.numpy())
         waves = -(-int((-(-rows // self.BLOCK)).sum()) // self.PROCESSORS)
-        self.now += self.LAUNCH + waves * int(keys.max()) * self.SECONDS_A_KEY
+        self.now += self.LAUNCH + times * waves * int(keys.max()) * self.SECONDS_A_KEY
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 32), (128, 128), (128, 2048), (2048, 2048)])
@@ -204,6 +213,21 @@ def test_a_task_is_timed_in_a_call_that_keeps_the_device_busy(q_len: int, kv_len
     blocks = -(-q_len // machine.BLOCK)
     expected = blocks * kv_len * machine.SECONDS_A_KEY / machine.PROCESSORS
     assert timer.seconds(q_len, kv_len, causal=False) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_backward_pass_is_timed_in_company_too() -> None:
+    """A kernel whose backward passes compute three times as long."""
+    machine = BusyMachine()
+    timer = KernelTimer(
+        machine,  # type: ignore[arg-type]
+        AttentionShape(4, 2, 16, 4),
+        16 * 2048,
+        "cpu",
+        clock=lambda: machine.now,
+    )
+    expected = 3 * 128 * machine.SECONDS_A_KEY / machine.PROCESSORS
+    found = timer.seconds(128, 128, causal=True, direction="backward")
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_a_task_that_fills_the_call_is_timed_alone() -> None:
