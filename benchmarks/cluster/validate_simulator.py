@@ -300,11 +300,17 @@ def run(*arguments: str) -> str:
     return " ".join(["python", *arguments])
 
 
-def _steps(parser: Parser, file: Path) -> dict[str, Any]:
+def saved_steps(parser: Parser, file: Path) -> dict[str, Any]:
     """Reads the steps that `throughput.py` measured."""
     saved: dict[str, Any] = json.loads(file.read_text())
     if "model" not in saved:
         parser.error(f"{file} is not a throughput.json that `throughput.py --output` wrote")
+    return saved
+
+
+def _steps(parser: Parser, file: Path) -> dict[str, Any]:
+    """Reads steps of processes that had a core each."""
+    saved = saved_steps(parser, file)
     setting = Setting.of_json(saved["setting"])
     if setting.tensor_parallel > 1 or (setting.micro_batches > 1 and setting.stages == 1):
         parser.error(

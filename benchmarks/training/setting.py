@@ -27,17 +27,20 @@ class DistcaWay:
         scheduler: value of `--distca-scheduler`.
         mode: one of `MODES`.
         tolerance: value of `--distca-tolerance`.
+        variant: further flags.
     """
 
     scheduler: str
     mode: str
     tolerance: float
+    variant: str = ""
 
     def flags(self) -> list[str]:
         """Flags beside those of every run."""
         flags = ["--distca", "--distca-scheduler", self.scheduler]
         flags += ["--distca-tolerance", str(self.tolerance)]
-        return flags + ([] if self.mode == "ping-pong" else ["--no-distca-ping-pong"])
+        flags += [] if self.mode == "ping-pong" else ["--no-distca-ping-pong"]
+        return flags + self.variant.split()
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Setting:
         tensor_parallel: number of processes that share each layer.
         megatron_flags: all other flags of every way to train; they win over those set here.
         peak_tflops: dense operations of a process's device, 10^12 a second; None: not known.
+        variants: further flags of ways with `--distca`, each a variant of all of them.
+        shares_cores: whether there are fewer cores than processes, without stages, whose steps are
+            replayed.
     """
 
     processes: int
@@ -79,6 +85,8 @@ class Setting:
     tensor_parallel: int = 1
     megatron_flags: tuple[str, ...] = ()
     peak_tflops: float | None = None
+    variants: tuple[str, ...] = ("",)
+    shares_cores: bool = False
 
     @staticmethod
     def of_json(saved: dict[str, Any]) -> Setting:
@@ -118,12 +126,14 @@ class Setting:
         return [*flags.split(), *self.megatron_flags]
 
     def distca_ways(self) -> dict[str, DistcaWay]:
-        """Every scheduler in every mode with every tolerance, by name."""
+        """Every scheduler in every mode with every tolerance and variant, by name."""
         ways = {}
-        for each in itertools.product(self.schedulers, self.modes, self.tolerances):
+        every = itertools.product(self.schedulers, self.modes, self.tolerances, self.variants)
+        for each in every:
             way = DistcaWay(*each)
             name = way.scheduler if len(self.modes) == 1 else f"{way.scheduler}, {way.mode}"
             name += f", tolerance {way.tolerance:g}" if len(self.tolerances) > 1 else ""
+            name += f" {way.variant}" if way.variant else ""
             ways[name] = way
         return ways
 

@@ -128,6 +128,7 @@ def summarize(
         for name, rows in ranks[0].items()
     }
     pairs = pairs_of_ranks(setting, mix, mask)
+    short = [rank[SHORT] for rank in ranks if SHORT in rank]
     flops = model.training_flops(setting.batches * setting.tokens, int(pairs.sum()))
     ways: dict[str, dict[str, Any]] = {}
     for name in setting.ways():
@@ -148,6 +149,8 @@ def summarize(
             ],
             "peak_bytes": max(step.peak_bytes for rows in own for row in rows for step in row),
         }
+        if setting.shares_cores:
+            ways[name]["busiest_cpu_seconds"] = busiest_cpu_seconds(own)
         if name == PLAIN:
             # Ranks wait for each other at the end of a step.
             ways[name]["pairs_max_over_mean"] = busiest_over_mean(pairs.sum(axis=1))
@@ -166,7 +169,20 @@ def summarize(
         "model_flops": flops,
         "seconds": median,
         "ways": ways,
+        **({"short_cpu_seconds": busiest_cpu_seconds(short)} if setting.shares_cores else {}),
     }
+
+
+def busiest_cpu_seconds(own: Sequence[Sequence[Sequence[Step]]]) -> list[float]:
+    """Returns the CPU seconds of the busiest rank in each batch, of its median round.
+
+    Args:
+        own: steps of each rank, by batch and round.
+    """
+    return [
+        max(statistics.median(step.cpu_seconds for step in rows[batch]) for rows in own)
+        for batch in range(len(own[0]))
+    ]
 
 
 def _of_servers(own: list[Any], seconds: float) -> dict[str, Any]:

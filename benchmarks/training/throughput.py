@@ -32,7 +32,9 @@ Reported for each way are medians over the rounds, summed over the batches:
 Without pipeline stages the time of a step is taken to be `rest + c * pairs of the busiest rank`;
 `c` and `rest` follow from the step itself and from one whose documents are all one block long, with
 hardly a pair. Measured times can beat the ideal: kernels run faster on longer tasks. Processes that
-the command starts on CPUs are pinned to a core each.
+the command starts on CPUs are pinned to a core each. With more processes than cores the wall clock
+shows the amount of work, so the CPU seconds of each batch's busiest rank stand there, too, summed
+over the batches.
 
 With stages a batch is several micro-batches, and `--distca` is measured with each stage's servers
 apart, too. On CPUs cores are usually fewer than processes then, so beside the wall clock stand the
@@ -119,6 +121,13 @@ def build_parser() -> Parser:
         default=[0.02],
         help="of server loads; small, as bytes between processes of one machine are cheap",
     )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=[""],
+        metavar="FLAGS",
+        help="further flags of ways with --distca, quoted; each is a variant, '' has none of them",
+    )
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
     parser.add_argument("--seed", type=int, default=0, help="of the document lengths")
     parser.add_argument(
@@ -143,7 +152,7 @@ def setting_of(args: argparse.Namespace, megatron_flags: Sequence[str], started:
     Raises:
         ValueError: the flags don't go together, or are not for this command.
     """
-    _refuse_flags(megatron_flags)
+    _refuse_flags([*megatron_flags, *" ".join(args.variants).split()])
     gpus = torch.cuda.device_count()
     processes = args.processes
     if processes is None:
@@ -179,6 +188,8 @@ def setting_of(args: argparse.Namespace, megatron_flags: Sequence[str], started:
         tensor_parallel=tensor,
         megatron_flags=tuple(megatron_flags),
         peak_tflops=peak,
+        variants=tuple(dict.fromkeys(args.variants)),
+        shares_cores=not gpus and stages == 1 and processes > len(os.sched_getaffinity(0)),
     )
     for flags in setting.ways().values():
         parsed(setting, flags)
@@ -219,6 +230,10 @@ _COLUMNS: dict[str, tuple[str, Callable[[_Way], str]]] = {
         lambda way: f"{sum(way['bytes_sent_of_ranks']) / 1e6:.1f}",
     ),
     "peak MB": ("peak_bytes", lambda way: f"{way['peak_bytes'] / 1e6:.1f}"),
+    "busiest CPU s": (
+        "busiest_cpu_seconds",
+        lambda way: f"{sum(way['busiest_cpu_seconds']):.2f}",
+    ),
     "CPU s of ranks": (
         "replayed_seconds",
         lambda way: ", ".join(f"{cpu:.2f}" for cpu in way["cpu_seconds_of_ranks"]),
