@@ -17,7 +17,7 @@ from distca.simulate import DISTCA_SYSTEMS, Breakdown, Choice, Workload, trainin
 from distca.simulate.baselines import WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
 from distca.simulate.flags import megatron_flags
-from distca.simulate.speed_up import PIPELINES_ERROR, SIMULATORS_ERROR
+from distca.simulate.speed_up import SIMULATORS_ERROR
 from distca.wording import counted
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ RANGES = (
     "DistCA over it: the speed over these batches, and the 95% confidence interval of the mean "
     "over many\nbatches. An interval that includes 1 means no clear difference. It does not "
     f"contain the simulator's own\nerror: {SIMULATORS_ERROR:.1%} of a step in the median, "
-    f"{PIPELINES_ERROR:.1%} with pipeline stages, against runs on CPUs."
+    "against runs on CPUs."
 )
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "

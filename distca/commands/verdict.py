@@ -14,7 +14,7 @@ from distca.simulate.flags import (
     uneven_seq_length,
 )
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.speed_up import PIPELINES_ERROR, SIMULATORS_ERROR, SpeedUp
+from distca.simulate.speed_up import SIMULATORS_ERROR, SpeedUp
 from distca.wording import counted
 
 TITLES = {
@@ -73,22 +73,15 @@ class Verdict:
         """
         if self.gain is None or self.gain.faster is None or not self._within_error(self.gain):
             return self._answer()
-        stages = " with pipeline stages" if self._error == PIPELINES_ERROR else ""
         return (
-            f"{self._answer()} The difference is within the simulator's error: {self._error:.1%} "
-            f"of a step{stages} in the median, against runs on CPUs."
+            f"{self._answer()} The difference is within the simulator's error: "
+            f"{SIMULATORS_ERROR:.1%} of a step in the median, against runs on CPUs."
         )
 
-    @property
-    def _error(self) -> float:
-        """The simulator's own error for the configurations that are compared."""
-        both = [each.candidate for each in (self.distca, self.megatron) if each is not None]
-        pipelines = any(each is not None and each.stages > 1 for each in both)
-        return PIPELINES_ERROR if pipelines else SIMULATORS_ERROR
-
-    def _within_error(self, gain: SpeedUp) -> bool:
+    @staticmethod
+    def _within_error(gain: SpeedUp) -> bool:
         """Whether the end of the range that is nearer to 1 is within the simulator's error."""
-        return min(abs(gain.low - 1), abs(gain.high - 1)) < self._error
+        return min(abs(gain.low - 1), abs(gain.high - 1)) < SIMULATORS_ERROR
 
     @property
     def faster(self) -> bool | None:

@@ -10,9 +10,9 @@ import numpy as np
 
 _QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5% quantiles of Student's distribution, of 1, 2, ... degrees of freedom."""
-SIMULATORS_ERROR, PIPELINES_ERROR = 0.018, 0.069
-"""Median error of simulated steps against measured ones (benchmarks/results/simulator.md): of all,
-and of those with two pipeline stages."""
+SIMULATORS_ERROR = 0.018
+"""Median error of simulated steps without pipeline stages, against measured ones
+(benchmarks/results/simulator.md). With two stages it is less."""
 _SEQUENCES, _FEWEST, _MOST = 384, 4, 24
 """Sequences to simulate, and the fewest and most batches."""
 

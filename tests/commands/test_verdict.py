@@ -126,17 +126,6 @@ def test_the_answer(choices: list[Choice], line: str, flags: list[str]) -> None:
     assert [title.split(" for ")[0] for title in titles] == [f"Flags of {each}" for each in flags]
 
 
-def test_pipelines_are_simulated_less_exactly() -> None:
-    staged = replace(CANDIDATES["tiles"], stages=2)
-    for seconds, words in ((1.06, "No clear difference: "), (1.08, "Use DistCA: ")):
-        plain = choice("plain", [seconds] * 3)
-        verdict = str(Verdict.of([plain, choice("tiles", [1.0] * 3, staged)]))
-        assert verdict.startswith(words)
-        close = "within the simulator's error: 6.9% of a step with pipeline stages in the median"
-        assert (close in verdict) == (seconds < 1.07)
-        assert str(Verdict.of([plain, FLAT])).startswith("Use DistCA: ")
-
-
 def test_what_megatron_refuses_has_no_flags_but_a_line() -> None:
     hybrid = choice("hybrid-cp", [0.9, 0.9], Candidate("hybrid-cp", 1, 1, 2, 4, 1))
     verdict = Verdict.of([hybrid, choice("tiles", [1.0, 1.0])])
