@@ -12,9 +12,11 @@ from distca.simulate.effort import Effort, Evaluate
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.parts import RunParts
 from distca.simulate.search import find_best
-from distca.simulate.space import (
+from distca.simulate.trials import Trials
+from distca.simulate.variants import (
     with_chains,
     with_kept_inputs,
+    with_near_micro_batches,
     with_other_micro_batches,
     with_pools,
     with_pools_or_shared_heads,
@@ -23,7 +25,6 @@ from distca.simulate.space import (
     without_latents,
     without_ping_pong,
 )
-from distca.simulate.trials import Trials
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
 _FIRST_SEQUENCES, _COMPARED_SEQUENCES = 8, 96
@@ -94,6 +95,7 @@ class Extent:
                 (with_shared_heads, 1.0),
                 (with_pools, 1.0),
                 (with_other_micro_batches, 1.0),
+                (with_near_micro_batches, 1.0),
                 # A tolerance costs a user nothing.
                 (self._tolerant, 1.0),
                 (with_kept_inputs, 1.0),

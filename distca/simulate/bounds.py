@@ -190,17 +190,20 @@ class Bounds:
         return float(outcome.memory_bytes.max()) - few + every
 
     def holds_no_document(self, candidate: Candidate) -> bool:
-        """Whether a GPU's memory is too small for the longest document alone, in a server pool of a
-        job with many: more micro-batches do not help."""
+        """Whether a GPU's memory is too small for the longest document alone in its server pool:
+        more micro-batches do not help."""
+        if candidate.pool_size is None:
+            return False
         costs = self._workload.costs(candidate.tensor)
         least = self._longest_document(candidate, costs)
-        return self.has_many_pools(candidate) and least > self._workload.cluster.usable_bytes
+        return least > self._workload.cluster.usable_bytes
 
     def _longest_document(self, candidate: Candidate, costs: ModelCosts) -> float:
-        """Bytes that the ranks of the longest document's server pool need for it on average."""
-        tokens = int(self._lengths.max()) / (candidate.pool_size or 1)
-        kept = self._workload.model.layers * tokens * costs.activation_bytes()
-        return kept + costs.state_bytes(0, 1, candidate.data)
+        """Bytes that the first stage's ranks of the longest document's server pool need for it on
+        average."""
+        tokens, stages = int(self._lengths.max()) / (candidate.pool_size or 1), candidate.stages
+        kept = self._workload.model.layers // stages * tokens * costs.activation_bytes()
+        return kept + costs.state_bytes(0, stages, candidate.data)
 
     def has_many_ticks(self, candidate: Candidate) -> bool:
         """Whether a sample and a glance tell of the configuration's ticks in a fraction of the

@@ -4,8 +4,7 @@ A search runs its configurations in rounds: all, or those that promise most, on 
 the fastest of these on more; and the fastest of those on all. A configuration that is clearly
 slower than another in the batches that both have run is left out before it runs more. `Effort`
 says how many run, and `Evaluate` where. Configurations whose lower bound of time
-(`distca.simulate.bounds`) is above the time of others need not run. `distca.simulate.advice` has
-the efforts.
+(`distca.simulate.bounds`) is above the time of others need not run. `advice` has the efforts.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from distca.simulate.bounds import Bounds
 from distca.simulate.choice import Choice
 from distca.simulate.effort import Effort, Evaluate
 from distca.simulate.parts import RunParts, few_pools, glance
-from distca.simulate.space import (
-    candidates,
-    divisions,
-    estimate,
+from distca.simulate.space import candidates, divisions, estimate
+from distca.simulate.speed_up import SpeedUp
+from distca.simulate.stand_ins import StandIns
+from distca.simulate.trials import Trial
+from distca.simulate.variants import (
     last_resorts,
+    may_fit_in_halves,
     only_divides_further,
     sizes_of,
     with_less_memory,
     with_more_micro_batches,
 )
-from distca.simulate.speed_up import SpeedUp
-from distca.simulate.stand_ins import StandIns
-from distca.simulate.trials import Trial
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
 _TRIES = 4
@@ -226,8 +224,7 @@ class _Search:
     def _first_round(self) -> list[Candidate]:
         """Takes configurations from `left` until enough fit; returns these, the fastest first.
 
-        Stops early once one fits and `_TRIES` times as many as wanted have run; goes on to the end
-        if none fits.
+        Stops early once one fits and `_TRIES` times as many as wanted have run.
         """
         effort, left = self.effort, self.left
         wanted = len(left) if effort.fitting is None else effort.fitting
@@ -271,7 +268,9 @@ class _Search:
             failed += [each for each in some if not self._fits(each)]
             left = [each for each in left if each not in some] if some else []
             # No number of micro-batches cuts a document that is too long for its pool.
-            failed = [c for c in failed if not any(b.holds_no_document(c) for b in self.bounds)]
+            failed = [c for c in failed if not self._holds_no_document(c)]
+            used = {each: 1e9 * run[-1].memory_gb for each, run in self.trials.items()}
+            failed = [c for c in failed if may_fit_in_halves(c, self.workload, used)]
             left += [o for each in failed for o in with_more_micro_batches(each, self.workload)]
         return able
 
@@ -316,8 +315,7 @@ class _Search:
         return seconds
 
     def _promised(self, candidate: Candidate) -> float:
-        """Returns seconds that a configuration promises: where there are many ticks by two of
-        them."""
+        """Returns seconds that a configuration promises, by two of many ticks."""
         return max(self._least(candidate), sum(each.promised(candidate) for each in self.bounds))
 
     def _take(
@@ -473,6 +471,8 @@ class _Search:
                 self.trials.setdefault(candidate, [self._stand_ins.trial(candidate)])
             elif self._fits(candidate):
                 self.trials[candidate] = self._stand_ins.extended(candidate, count)
+        for each in filter(self._holds_no_document, able):
+            self.trials.setdefault(each, [Trial.impossible(self.workload)])
         able = [each for each in able if self._fits(each)]
         if able:
             # Plans of many ticks take minutes, so that they are made once.
@@ -483,6 +483,9 @@ class _Search:
         able = [candidate for candidate in some if self._fits(candidate)]
         return sorted(able, key=lambda each: self._seconds(each, count))
 
+    def _holds_no_document(self, candidate: Candidate) -> bool:
+        return any(bounds.holds_no_document(candidate) for bounds in self.bounds)
+
     def _fits(self, candidate: Candidate) -> bool:
         return all(trial.fits for trial in self.trials.get(candidate, ()))
 
@@ -492,6 +495,6 @@ class _Search:
 
     def _substitutes(self, some: Sequence[Candidate]) -> list[Candidate]:
         """Configurations that have not run, and take less memory than those that don't fit."""
-        failed = [candidate for candidate in some if not self._fits(candidate)]
+        failed = [each for each in some if not self._fits(each)]
         less = [other for each in failed for other in with_less_memory(each, self.workload)]
         return [candidate for candidate in less if candidate not in self.trials]

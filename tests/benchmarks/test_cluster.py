@@ -25,8 +25,10 @@ from benchmarks.sources import imported_files, stale_pages
 from distca.documents.lengths import draw
 from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, advise, training_flags
 from distca.simulate.advice import Extent
-from distca.simulate.space import sizes_of
 from distca.simulate.speed_up import SpeedUp
+from distca.simulate.variants import (
+    sizes_of,
+)
 
 CASE = Case("llama-8b", "pretrain", 131_072, 8, 64)
 

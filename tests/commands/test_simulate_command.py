@@ -36,11 +36,12 @@ from distca.simulate import (
     trials,
 )
 from distca.simulate.bounds import Bounds
-from distca.simulate.space import (
-    estimate,
+from distca.simulate.space import estimate
+from distca.simulate.variants import (
     with_fewer_in_flight,
     with_kept_inputs,
     with_pools,
+    without_ping_pong,
 )
 from support.commands import Command
 
@@ -367,11 +368,14 @@ def test_the_best_of_all_is_found() -> None:
     # They are too few ranks for server pools.
     assert not any(with_pools(candidate, WORKLOAD) for candidate in every)
     fastest = min(every, key=lambda candidate: every[candidate])
-    kept = {c: simulate(c, WORKLOAD, batch).seconds for c in with_kept_inputs(fastest, WORKLOAD)}
-    assert len(kept) == 1
-    assert choice.seconds == min((every | kept).values())
+    # All ranks are in one node.
+    alone = [fastest, *without_ping_pong(fastest, WORKLOAD)]
+    more = [*alone[1:], *(kept for each in alone for kept in with_kept_inputs(each, WORKLOAD))]
+    assert len(more) == 3
+    every |= {c: simulate(c, WORKLOAD, batch).seconds for c in more}
+    assert choice.seconds == min(every.values())
     assert choice.candidate is not None
-    assert (every | kept)[choice.candidate] == choice.seconds
+    assert every[choice.candidate] == choice.seconds
     assert (choice.simulated < choice.tried, choice.out_of_memory) == (True, 0)
     # Perfect balance and free exchanges take no longer.
     for candidate, seconds in every.items():

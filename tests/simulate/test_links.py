@@ -26,7 +26,9 @@ from distca.simulate import (
     training_flags,
 )
 from distca.simulate.advice import advise
-from distca.simulate.space import with_slower_links
+from distca.simulate.variants import (
+    with_slower_links,
+)
 from support.simulated import IDEAL
 
 

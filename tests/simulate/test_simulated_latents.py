@@ -25,7 +25,10 @@ from distca.simulate import (
     training_flags,
 )
 from distca.simulate.advice import advise
-from distca.simulate.space import with_kept_inputs, with_less_memory
+from distca.simulate.variants import (
+    with_kept_inputs,
+    with_less_memory,
+)
 from support.simulated import MODEL
 
 CLUSTER = CLUSTERS["dgx-h200"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from distca.simulate import Candidate, Workload, simulate, training_flags
-from distca.simulate.space import (
-    divisions,
+from distca.simulate.space import divisions
+from distca.simulate.variants import (
     with_chains,
     with_fewer_in_flight,
     with_kept_inputs,
