@@ -350,12 +350,8 @@ def test_candidates_are_those_that_may_fit() -> None:
     # In ticks a stage keeps 2 P - 1 micro-batches; where these don't fit, as many as 1F1B does.
     by_number = {c.micro_batches: c.max_in_flight for c in able if c.stages == 4}
     assert by_number == {16: 4, 32: None}
-    assert (
-        candidates(
-            "tiles", replace(workload, cluster=replace(workload.cluster, memory_gb=5.0)), [8], [1]
-        )
-        == []
-    )
+    small = replace(workload.cluster, memory_gb=5.0)
+    assert candidates("tiles", replace(workload, cluster=small), [8], [1]) == []
 
 
 def test_the_best_of_all_is_found() -> None:
@@ -369,13 +365,11 @@ def test_the_best_of_all_is_found() -> None:
     assert not any(with_pools(candidate, WORKLOAD) for candidate in every)
     fastest = min(every, key=lambda candidate: every[candidate])
     # All ranks are in one node.
-    alone = [fastest, *without_ping_pong(fastest, WORKLOAD)]
-    more = [*alone[1:], *(kept for each in alone for kept in with_kept_inputs(each, WORKLOAD))]
-    assert len(more) == 3
+    (whole,) = without_ping_pong(fastest, WORKLOAD)
+    more = [whole, *(o for each in (fastest, whole) for o in with_kept_inputs(each, WORKLOAD))]
     every |= {c: simulate(c, WORKLOAD, batch).seconds for c in more}
-    assert choice.seconds == min(every.values())
     assert choice.candidate is not None
-    assert every[choice.candidate] == choice.seconds
+    assert every[choice.candidate] == choice.seconds == min(every.values())
     assert (choice.simulated < choice.tried, choice.out_of_memory) == (True, 0)
     # Perfect balance and free exchanges take no longer.
     for candidate, seconds in every.items():
