@@ -147,11 +147,14 @@ class Measured:
         if self._planned is not None:
             core_attention = self._planned.runtime.core_attention
             trace, transport = core_attention.trace, core_attention.transport
-            before = transport.bytes_sent.copy()
+            heads = self._planned.runtime.heads
+            counters = [transport.bytes_sent] + ([] if heads is None else [heads.bytes_sent])
+            before = [each.copy() for each in counters]
             trace.recording = True
             yield
             trace.recording = False
-            done.bytes_sent = dict(transport.bytes_sent - before)
+            for counter, earlier in zip(counters, before, strict=True):
+                done.bytes_sent |= dict(counter - earlier)
             done.read_timeline(trace.take(0))
         elif self._setting.stages > 1 and self._device.type == "cpu":
             with timed_passes() as passes:

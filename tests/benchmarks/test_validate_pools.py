@@ -48,6 +48,7 @@ def test_simulated_bytes_are_those_sent(tmp_path: Path) -> None:
 def test_steps_with_a_core_each_are_refused(tmp_path: Path) -> None:
     steps = tmp_path / "throughput.json"
     steps.write_text(json.dumps({"model": {}, "setting": {"processes": 2}}))
-    found = run("cluster/validate_pools", "--steps", str(steps), "--profile", "x", "--output", "y")
+    given = ["--steps", str(steps), "--profile", str(steps), "--output", str(tmp_path)]
+    found = run("cluster/validate_pools", *given)
     assert found.returncode == 2
     assert "had a core each: give --processes more" in found.stderr
