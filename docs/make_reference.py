@@ -48,7 +48,7 @@ explain when to use DistCA's flags:
 `--distca-nccl-max-ctas` | \
 [tuning](performance.md#transports) |
 | dedicated servers | `--distca-servers` | [pipelines](pipelines.md#dedicated-servers) |
-| server pools | `--distca-pool-size`, `--distca-token-pairs` | \
+| server pools | `--distca-pool-size`, `--distca-wide-documents`, `--distca-token-pairs` | \
 [tuning](performance.md#server-pools) |
 | heads shared by ranks | `--distca-head-parallel-size` | \
 [tuning](performance.md#heads-shared-inside-a-node) |

@@ -19,7 +19,6 @@ from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
 from distca.schedule.training.global_batch import (
     ExecutionOptions,
     GlobalBatchPlanner,
-    PlannerWithStats,
 )
 from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, split_in_two
@@ -32,6 +31,7 @@ from distca.schedule.training.planned_batch import (
     documents_in_turn,
 )
 from distca.schedule.training.planner_process import PlannerProcess
+from distca.schedule.training.planner_with_stats import PlannerWithStats
 from distca.schedule.training.shared_ticks import join_nano_batches, join_stages
 from distca.schedule.training.tick_schedule import (
     Tick,

@@ -22,6 +22,7 @@ from distca.simulate.variants import (
     with_pools_or_shared_heads,
     with_shared_heads,
     with_slower_links,
+    with_wide_documents,
     without_latents,
     without_ping_pong,
 )
@@ -94,6 +95,7 @@ class Extent:
                 (without_latents, 1.0),
                 (with_shared_heads, 1.0),
                 (with_pools, 1.0),
+                (with_wide_documents, 1.0),
                 (with_other_micro_batches, 1.0),
                 (with_near_micro_batches, 1.0),
                 # A tolerance costs a user nothing.

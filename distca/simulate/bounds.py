@@ -168,7 +168,9 @@ class Bounds:
     def has_many_pools(self, candidate: Candidate) -> bool:
         """Whether the bound is a simulated iteration of a few of the server pools."""
         size = candidate.pool_size
-        return size is not None and candidate.data >= _MANY * number_of_pools(candidate) * size
+        if size is None or candidate.wide_documents is not None:
+            return False
+        return candidate.data >= _MANY * number_of_pools(candidate) * size
 
     def least_memory(self, candidate: Candidate) -> float:
         """Returns bytes that a GPU needs at least with server pools, which `space.least_memory`
@@ -192,7 +194,7 @@ class Bounds:
     def holds_no_document(self, candidate: Candidate) -> bool:
         """Whether a GPU's memory is too small for the longest document alone in its server pool:
         more micro-batches do not help."""
-        if candidate.pool_size is None:
+        if candidate.pool_size is None or candidate.wide_documents is not None:
             return False
         costs = self._workload.costs(candidate.tensor)
         least = self._longest_document(candidate, costs)

@@ -23,6 +23,8 @@ of a global batch."""
 _OTHER_NUMBERS, _NEAR_NUMBERS = (0.5, 0.7, 1.4), (0.85, 0.92, 1.15)
 """Numbers of micro-batches of server pools that are tried, times the number of the fastest; and
 then of the fastest of these."""
+_WIDE = (2, 4)
+"""Parts of a sequence from which on documents are tried as wide ones."""
 _LESS = 0.99
 """Share of the memory down to which a configuration counts as one that needs as much as another."""
 _LAST_RESORTS = 4
@@ -162,7 +164,7 @@ def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
     alone = candidate.chain == 1 and workload.model.experts is None
     if candidate.system != "tiles" or not alone:
         return []
-    if candidate.pool_size not in (None, candidate.data):
+    if candidate.pool_size not in (None, candidate.data) or candidate.wide_documents is not None:
         return []
     node = workload.cluster.servers_per_node(candidate.tensor)
     sizes = [
@@ -171,6 +173,24 @@ def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
         if size < candidate.data and candidate.data % size == 0
     ]
     return [replace(candidate, pool_size=size) for size in sizes]
+
+
+def with_wide_documents(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with server pools, whose long documents all ranks share.
+
+    Documents are long from a half of a sequence on, or from a quarter. Pools are those of
+    `with_pools`, or those that the configuration has. Training has no wide documents in a pipeline.
+    """
+    if candidate.stages > 1 or candidate.data < 2 or candidate.wide_documents is not None:
+        return []
+    smallest = with_pools(replace(candidate, pool_size=None), workload)[:2]
+    sizes = dict.fromkeys([candidate.pool_size, *(each.pool_size for each in smallest)])
+    return [
+        replace(candidate, pool_size=size, wide_documents=workload.context // part)
+        for size in sizes
+        if size not in (None, candidate.data) and size % candidate.head_parallel == 0
+        for part in _WIDE
+    ]
 
 
 def without_ping_pong(candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -305,7 +325,14 @@ def last_resorts(
     least = [next(c for c in failed if sizes_of(c) == each) for each in sizes]
     # Variants that only ran a batch may need more memory in others.
     plain = [
-        replace(each, pool_size=None, ping_pong=True, keeps_inputs=False, network_divisor=1)
+        replace(
+            each,
+            pool_size=None,
+            wide_documents=None,
+            ping_pong=True,
+            keeps_inputs=False,
+            network_divisor=1,
+        )
         for each in least
     ]
     tolerances = dict.fromkeys((None, last_tolerance))
@@ -337,6 +364,7 @@ def sizes_of(candidate: Candidate) -> Candidate:
         max_buffer_bytes=None,
         network_divisor=1,
         pool_size=None,
+        wide_documents=None,
         ping_pong=True,
         head_parallel=1,
     )

@@ -148,7 +148,9 @@ class Candidate:
             no bound.
         network_divisor: how many times slower than it is the network counts when plans are made,
             with `--distca`. A plan for a slower network moves fewer bytes between nodes.
-        pool_size: data-parallel ranks of a server pool, with `--distca`; None: one pool has all.
+        pool_size: data-parallel ranks of a server pool, with `--distca`; None: there are none.
+        wide_documents: tokens from which on all ranks share a document, with server pools; None:
+            they share none.
         ping_pong: whether micro-batches run as two nano-batches, with `--distca`.
         head_parallel: neighbouring data-parallel ranks that share the heads of core attention by
             all-to-alls, and are one attention server, with `--distca`.
@@ -169,6 +171,7 @@ class Candidate:
     max_buffer_bytes: int | None = None
     network_divisor: int = 1
     pool_size: int | None = None
+    wide_documents: int | None = None
     ping_pong: bool = True
     head_parallel: int = 1
 
@@ -182,6 +185,8 @@ class Candidate:
         sizes += f" CP{self.context}" if self.context > 1 else ""
         sizes += f" ({self.all_to_all} by a2a)" if 1 < self.all_to_all < self.context else ""
         bound = f" in pools of {self.pool_size}" if self.pool_size is not None else ""
+        if self.wide_documents is not None:
+            bound += f", wide from {self.wide_documents // 1024}K tokens"
         bound += f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
         bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
         bound += "" if self.may_send_latents else ", no latents"
@@ -208,6 +213,7 @@ def options_of(candidate: Candidate, token_pairs: float | None = None) -> Execut
         max_in_flight=candidate.max_in_flight,
         chain=candidate.chain,
         pool_size=None if pool is None else pool // candidate.head_parallel,
+        wide_documents=candidate.wide_documents,
         token_pairs=token_pairs,
         ping_pong=candidate.ping_pong,
     )

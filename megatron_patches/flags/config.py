@@ -181,7 +181,9 @@ class DistcaConfig:
         cuda_graphs: whether layers are replayed as CUDA graphs.
         sm_margin: multiprocessors that attention kernels leave to exchanges.
         chain: number of micro-batches in turn that share documents.
-        pool_size: data-parallel ranks of a server pool; None: one pool has all.
+        pool_size: data-parallel ranks of a server pool; None: there are none.
+        wide_documents: tokens from which on all ranks share a document, with server pools; None:
+            they share none.
         head_parallel: neighbouring data-parallel ranks that share heads, and are one server.
         token_pairs: visible pairs that take as long as a token's linear layers, by which pools are
             balanced; None: those of equally many operations.
@@ -200,6 +202,7 @@ class DistcaConfig:
     sm_margin: int = 0
     chain: int = 1
     pool_size: int | None = None
+    wide_documents: int | None = None
     head_parallel: int = 1
     token_pairs: float | None = None
 
@@ -270,6 +273,7 @@ class DistcaConfig:
             sm_margin=args.distca_sm_margin,
             chain=args.distca_chain,
             pool_size=args.distca_pool_size,
+            wide_documents=args.distca_wide_documents,
             head_parallel=args.distca_head_parallel_size,
             token_pairs=args.distca_token_pairs,
         )
@@ -289,5 +293,6 @@ class DistcaConfig:
             max_in_flight=self.scheduling.max_in_flight,
             chain=self.chain,
             pool_size=None if self.pool_size is None else self.pool_size // self.head_parallel,
+            wide_documents=self.wide_documents,
             token_pairs=self.token_pairs,
         )

@@ -216,6 +216,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "whole nodes. Default: 1, each rank computes all heads of its tasks.",
     )
     group.add_argument(
+        "--distca-wide-documents",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="With --distca-pool-size: documents of at least so many tokens are shared by all "
+        "ranks, in micro-batches of their own, and not by a pool. Not with pipelines. Default: "
+        "pools have all documents.",
+    )
+    group.add_argument(
         "--distca-token-pairs",
         type=float,
         default=None,

@@ -109,6 +109,7 @@ RANGES = {
     """,
     Range(1, _MANY, whole=True): """
         train-samples lr-decay-samples lr-wsd-decay-samples distca-max-document-length
+        distca-wide-documents
     """,
     Range(0, _MANY, whole=True): "lr-warmup-samples",
     Range(-1, _INT32, whole=True): "null-tokenizer-pad-id",

@@ -28,13 +28,22 @@ def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
     """Checks that ranks can form server pools."""
     size = config.pool_size
     if size is None:
-        if config.token_pairs is not None:
-            raise ValueError("--distca-token-pairs is for server pools: add --distca-pool-size")
+        for name, value in (
+            ("token-pairs", config.token_pairs),
+            ("wide-documents", config.wide_documents),
+        ):
+            if value is not None:
+                raise ValueError(f"--distca-{name} is for server pools: add --distca-pool-size")
         return
     flag, scheduling = f"--distca-pool-size {size}", config.scheduling
     if args.data_parallel_size % size:
         raise ValueError(
             f"{flag} must divide the {args.data_parallel_size} data-parallel ranks: give a divisor"
+        )
+    if config.wide_documents is not None and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "--distca-wide-documents goes without pipelines, whose ticks mix micro-batches: remove "
+            "it, or --pipeline-model-parallel-size"
         )
     for other, given, why in (
         (f"--distca-chain {config.chain}", config.chain > 1, "a chain lies on all ranks"),

@@ -148,6 +148,61 @@ def test_any_number_of_micro_batches(size: int) -> None:
             validate_plan(plan)
 
 
+@pytest.mark.parametrize("ping_pong", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_ranks_share_wide_documents(size: int, ping_pong: bool) -> None:
+    """Wide micro-batches come first; tasks leave their pools in them alone."""
+    limit = 8000
+    found = planned(size, wide_documents=limit, ping_pong=ping_pong)
+    pool, starts = np.arange(RANKS) // size, []
+    wide_ones = sum(not each.pools for each in found.micro_batches)
+    assert 0 < wide_ones < MICRO_BATCHES
+    for number, micro_batch in enumerate(found.micro_batches):
+        wide = not micro_batch.pools
+        of_pool, rank = micro_batch.of_pool(3)
+        assert (rank == 3) == (wide or size > 3)
+        assert (of_pool is micro_batch) == wide
+        lengths = []
+        for documents in micro_batch.documents:
+            real = documents.starts != PADDING
+            covered = zip(documents.starts[real], documents.lengths[real], strict=True)
+            starts += [np.arange(start, start + length) for start, length in covered]
+            lengths += documents.lengths[real].tolist()
+        assert wide == (number < wide_ones)
+        # Ping and pong may each have a part of a document.
+        assert max(lengths) >= limit / 2 if wide else max(lengths) < limit
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate(starts)), np.arange(MICRO_BATCHES * WINDOW)
+    )
+    moved = 0
+    for tick in found.ticks:
+        (work,) = tick.tick.work
+        assert work is not None
+        for plan in tick.plans:
+            validate_plan(plan)
+            for of_phase in plan_bytes(plan, CONFIG.shape).messages.values():
+                there = of_phase.sizes > 0
+                leave = pool[of_phase.source[there]] != pool[of_phase.destination[there]]
+                assert work.micro_batch < wide_ones or not leave.any()
+                moved += int(leave.sum())
+    assert moved, "wide documents move between pools"
+
+
+def test_wide_documents_alone_and_none() -> None:
+    """All documents long, none long, and a single micro-batch: all tokens are there."""
+    for limit, count, wide in ((1, 3, 3), (10**9, 3, 0), (8000, 1, 1)):
+        every = [np.concatenate(windows())]
+        parts = documents_in_turn(every)[0].in_parts(count)
+        found = planner(2, wide_documents=limit).plan(parts)
+        assert sum(not each.pools for each in found.micro_batches) == wide
+        tokens = sum(
+            int(documents.lengths[documents.starts != PADDING].sum())
+            for each in found.micro_batches
+            for documents in each.documents
+        )
+        assert tokens == MICRO_BATCHES * WINDOW
+
+
 def test_a_document_longer_than_a_micro_batch_is_alone() -> None:
     lengths = np.array([40_000, *[1000] * 24], dtype=np.int64)
     every = Documents(lengths, np.cumsum(lengths) - lengths)

@@ -20,6 +20,7 @@ from distca.simulate.variants import (
     with_shared_heads,
     with_slower_links,
     with_uneven_micro_batches,
+    with_wide_documents,
     without_latents,
     without_ping_pong,
 )
@@ -32,7 +33,7 @@ def variants(candidate: Candidate, job: Workload) -> list[Candidate]:
     of_job = (
         *(with_chains, with_pools, with_shared_heads, with_kept_inputs, without_ping_pong),
         *(with_slower_links, without_latents, with_more_micro_batches),
-        *(with_other_micro_batches, with_uneven_micro_batches),
+        *(with_other_micro_batches, with_uneven_micro_batches, with_wide_documents),
     )
     found = [each for make in of_job for each in make(candidate, job)]
     return [*found, *with_fewer_in_flight(candidate)]

@@ -236,6 +236,9 @@ def test_server_pools(ranks, extra: str) -> None:
         "--distca-pool-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
         "--distca-pool-size 2 --pipeline-model-parallel-size 2",
         "--distca-pool-size 4 --distca-head-parallel-size 2",
+        "--distca-pool-size 1 --distca-wide-documents 400",
+        "--distca-pool-size 2 --distca-wide-documents 400 --distca-head-parallel-size 2",
+        "--distca-pool-size 2 --distca-wide-documents 50 --distca-backward keep",
     ],
 )
 def test_documents_longer_than_a_micro_batch(ranks, extra: str) -> None:

@@ -13,23 +13,20 @@ are a pure function of the documents and the options, the same on every rank:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from distca.cost.volume import BackwardInputs
 from distca.plan import LayerMasks, Mask, Plan, place_in_turn, place_sequentially, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
-from distca.schedule.program import Pass
 from distca.schedule.schedulers import BALANCING, make_scheduler
 from distca.schedule.tiles.scheduler import TilesScheduler
 from distca.schedule.training.micro_batches import cut_chain, share_out
 from distca.schedule.training.nano_batches import NanoPlan, plan_chain
 from distca.schedule.training.planned_batch import (
-    CountedGlobalBatch,
     Documents,
     PlannedGlobalBatch,
     PlannedMicroBatch,
@@ -62,6 +59,8 @@ class ExecutionOptions:
         chain: micro-batches in turn that share documents; 1: none crosses a micro-batch's end.
         pool_size: ranks of a server pool (`server_pools.py`); None: there are no pools, all ranks
             share attention, and micro-batches have exactly as many tokens as each other.
+        wide_documents: tokens from which on all ranks share a document, with server pools; None:
+            no document is shared by all.
         token_pairs: visible pairs whose attention takes as long as the linear layers of a token, in
             a layer, both passes: by these documents are assigned to pools; None: as many as take
             equally many operations.
@@ -76,6 +75,7 @@ class ExecutionOptions:
     forward_only: bool = False
     chain: int = 1
     pool_size: int | None = None
+    wide_documents: int | None = None
     token_pairs: float | None = None
 
     def tick_schedule(self, micro_batches: int, stages: int) -> TickSchedule:
@@ -132,6 +132,10 @@ class GlobalBatchPlanner:
                 "give a divisor"
             )
         for name, found in (
+            (
+                "wide documents in a pipeline",
+                options.wide_documents is not None and self.stages > 1,
+            ),
             ("chains of micro-batches", options.chain > 1),
             ("dedicated servers", self.dedicated > 0),
             ("a given placement", not options.free_placement),
@@ -237,15 +241,15 @@ class GlobalBatchPlanner:
     def _of_pools(self, parts: Sequence[Sequence[Documents]]) -> list[PlannedMicroBatch]:
         """Plans micro-batches, each pool's documents over its own ranks."""
         assert self._server_pools is not None
-        return [
-            self._server_pools.join(
-                [
-                    planner._plan_chain(documents, number)[0]
-                    for planner, documents in zip(self._pool_planners, of_pools, strict=True)
-                ]
-            )
-            for number, of_pools in enumerate(parts)
-        ]
+        planned = []
+        for number, of_pools in enumerate(parts):
+            if len(of_pools) == 1 < self._server_pools.number:
+                planned += self._plan_chain(of_pools[0], number)
+                continue
+            each = zip(self._pool_planners, of_pools, strict=True)
+            made = [planner._plan_chain(documents, number)[0] for planner, documents in each]
+            planned.append(self._server_pools.join(made))
+        return planned
 
     def assign(self, incoming: Sequence[Documents]) -> list[list[Documents]]:
         """Assigns documents to the server pools: see `ServerPools.assign`.
@@ -387,7 +391,8 @@ class GlobalBatchPlanner:
         if size is None:
             return None
         multiple = size * self.row_multiple * (2 if self.options.ping_pong else 1)
-        return ServerPools(size, self.ranks // size, multiple)
+        wide = self.options.wide_documents
+        return ServerPools(size, self.ranks // size, multiple, wide)
 
     @cached_property
     def _pool_planners(self) -> tuple[GlobalBatchPlanner, ...]:
@@ -459,42 +464,4 @@ class GlobalBatchPlanner:
             options.chunks,
             self.checks,
             tuple(planner._tick_planner for planner in self._pool_planners),
-        )
-
-
-@dataclass(frozen=True)
-class PlannerWithStats:
-    """A function from the documents of a global batch to its plans and their figures.
-
-    Attributes:
-        planner: planner of global batches.
-        calls: calls of core attention in a tick of each direction with each mask, by pass.
-        backward: how the backward pass gets its inputs.
-        head_parallel: ranks of a server, which share heads.
-    """
-
-    planner: GlobalBatchPlanner
-    calls: Mapping[Pass, Sequence[Mapping[Pass, int]]]
-    backward: BackwardInputs
-    head_parallel: int = 1
-
-    def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
-        """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
-        shape, ranks = self.planner.config.shape, self.head_parallel
-        batch, counts = self.planner.plan(incoming), self.planner.masks.counts()
-        return CountedGlobalBatch(
-            batch,
-            tuple(
-                each.bytes_sent(self.calls[each.tick.direction], shape, self.backward, ranks)
-                for each in batch.ticks
-            ),
-            batch.largest_memory(shape, self.backward),
-            tuple(
-                count * plan.loads()
-                for tick, plans, _ in batch.ticks
-                if tick.direction == "forward"
-                for plan, count in zip(
-                    plans, np.repeat(counts, len(plans) // len(counts)), strict=True
-                )
-            ),
         )

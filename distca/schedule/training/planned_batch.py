@@ -112,7 +112,7 @@ class PlannedMicroBatch:
             sees most.
         chain: numbers of the micro-batches with which it may share documents, its own among them.
         others: plans of the nano-batches with each of the other masks.
-        pools: micro-batch of each server pool, over its own ranks; empty: one pool has all.
+        pools: micro-batch of each server pool, over its own ranks; empty: all ranks share it.
     """
 
     documents: tuple[Documents, ...]
@@ -188,7 +188,8 @@ class PlannedGlobalBatch:
         micro_batches: micro-batches, each planned on its own over the ranks of a stage.
         ticks: ticks in order, with their plans over all servers.
         masks: masks of a model chunk's layers.
-        pool_size: ranks of a server pool, between which no task travels; None: one pool has all.
+        pool_size: ranks of a server pool, between which no task travels but in wide micro-batches;
+            None: there are no pools.
     """
 
     schedule: TickSchedule

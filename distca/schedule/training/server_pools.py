@@ -13,6 +13,9 @@ ranks shares attention as DistCA without pools does.
 A pool's micro-batches have about equally many tokens, and any number of them: memory alone bounds
 it. A document longer than these has a micro-batch alone.
 
+Long documents may be shared by all ranks instead, in *wide* micro-batches, which come first. Then
+short documents stay in small pools, and the work of a long one need not fit in the share of a pool.
+
 A pool's tokens must divide evenly among its ranks (and nano-batches, and sequence parallelism), so
 each micro-batch ends with a *padding* document of a few tokens, which no loss counts.
 """
@@ -39,11 +42,13 @@ class ServerPools:
         size: ranks of a pool.
         number: number of pools.
         multiple: number that divides the tokens of a pool's micro-batch.
+        wide_documents: tokens from which on all ranks share a document; None: pools have all.
     """
 
     size: int
     number: int
     multiple: int
+    wide_documents: int | None = None
 
     def assign(
         self, incoming: Sequence[Documents], work: Floats, speeds: Floats
@@ -56,28 +61,53 @@ class ServerPools:
             speeds: relative speed of each rank, `[ranks]`.
 
         Returns:
-            For each micro-batch the documents of each pool, with padding at their end.
+            For each micro-batch the documents of each pool, with padding at their end; of a wide
+            one the documents that all ranks share, alone.
         """
         lengths = np.concatenate([documents.lengths for documents in incoming])
         starts = np.concatenate([documents.starts for documents in incoming])
+        wide = self._wide(lengths, len(incoming))
+        parts: list[list[Documents]] = []
+        for number in range(wide.max(initial=-1) + 1):
+            members = np.flatnonzero(wide == number)
+            multiple = self.number * self.multiple
+            parts.append([_padded(lengths[members], starts[members], multiple)])
         of_pools = speeds.reshape(self.number, self.size).sum(axis=1)
-        pool = _evenly(work, of_pools)
-        parts: list[list[Documents]] = [[] for _ in incoming]
-        for number in range(self.number):
-            mine = np.flatnonzero(pool == number)
+        narrow, count = np.flatnonzero(wide < 0), len(incoming) - len(parts)
+        pool = _evenly(work[narrow], of_pools)
+        parts += [[] for _ in range(count)]
+        for number in range(self.number if count else 0):
+            mine = narrow[pool == number]
             # A pool's micro-batches follow each other. Their tokens are what memory depends on.
-            micro_batch = _evenly(lengths[mine].astype(np.float64), np.ones(len(incoming)))
-            for each, found in enumerate(parts):
+            micro_batch = _evenly(lengths[mine].astype(np.float64), np.ones(count))
+            for each, found in enumerate(parts[-count:]):
                 members = mine[micro_batch == each]
-                found.append(self._padded(lengths[members], starts[members]))
+                found.append(_padded(lengths[members], starts[members], self.multiple))
         return parts
 
-    def _padded(self, lengths: Int64s, starts: Int64s) -> Documents:
-        tokens = int(lengths.sum())
-        missing = -tokens % self.multiple if tokens else self.multiple
-        if not missing:
-            return Documents(lengths, starts)
-        return Documents(np.append(lengths, missing), np.append(starts, PADDING))
+    def _wide(self, lengths: Int64s, micro_batches: int) -> Int64s:
+        """Assigns long documents to wide micro-batches, about as many as their part of all tokens.
+
+        Returns:
+            The wide micro-batch of each document, int64 `[documents]`; -1: pools have it.
+        """
+        chosen = np.full(len(lengths), -1, dtype=np.int64)
+        if self.wide_documents is None:
+            return chosen
+        long = np.flatnonzero(lengths >= self.wide_documents)
+        tokens = lengths[long].astype(np.float64)
+        if not len(long):
+            return chosen
+        if len(long) == len(lengths) or micro_batches == 1:
+            count = micro_batches
+        else:
+            share = float(tokens.sum() / lengths.sum())
+            count = min(max(round(share * micro_batches), 1), micro_batches - 1)
+        # No more than there are documents, and all documents if there is one micro-batch.
+        every = np.arange(len(lengths)) if micro_batches == 1 else long
+        weights = lengths[every].astype(np.float64)
+        chosen[every] = _evenly(weights, np.ones(min(count, len(every))))
+        return chosen
 
     def ranks(self) -> Int64s:
         """Returns the ranks of each pool, `[pools, ranks of a pool]`."""
@@ -125,6 +155,15 @@ class ServerPools:
             tuple(split_documents),
             borrows_from_ping=any(nano.borrows_from_ping for nano in nano_plans),
         )
+
+
+def _padded(lengths: Int64s, starts: Int64s, multiple: int) -> Documents:
+    """Returns documents with padding, so that a number divides their tokens."""
+    tokens = int(lengths.sum())
+    missing = -tokens % multiple if tokens else multiple
+    if not missing:
+        return Documents(lengths, starts)
+    return Documents(np.append(lengths, missing), np.append(starts, PADDING))
 
 
 def _evenly(weights: Floats, speeds: Floats) -> Int64s:

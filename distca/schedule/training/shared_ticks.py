@@ -39,7 +39,7 @@ class TickPlanner:
             attention; None: attention alone counts.
         chunks: number of model chunks of each stage.
         checks: whether plans are validated.
-        pool_planners: planner of each server pool; empty: one pool has all ranks.
+        pool_planners: planner of each server pool; empty: there are none.
     """
 
     servers: Int64s
@@ -63,7 +63,7 @@ class TickPlanner:
             ticks: some or all of its ticks.
         """
         together: dict[tuple[bool, tuple[int | None, ...]], tuple[tuple[Plan, ...], int]] = {}
-        planners = self.pool_planners or (self,)
+        planners = (*self.pool_planners, self)
         at_home = [AtHome(p.servers, p.world_size, p.config.cost_model) for p in planners]
         planned = []
         for tick in ticks:
@@ -91,9 +91,11 @@ class TickPlanner:
         Args:
             stages: micro-batch of each stage; None: the stage is idle.
             counts_head: whether the last stage's output layer counts.
-            at_home: what ranks compute if no task leaves its stage, of each server pool.
+            at_home: what ranks compute if no task leaves its stage, of each server pool, and of
+                all ranks.
         """
-        if self.pool_planners:
+        # A wide micro-batch has no pools. It is in no pipeline.
+        if self.pool_planners and all(each is None or each.pools for each in stages):
             of_pools = [
                 planner._plans(
                     [None if each is None else each.pools[number] for each in stages],
@@ -115,7 +117,7 @@ class TickPlanner:
             for plan in self._plans_with_a_mask(
                 [None if each is None else each[number] for each in of_masks],
                 counts_head,
-                at_home[0],
+                at_home[-1],
             )
         )
 

@@ -108,6 +108,12 @@ def test_windows_on_some_layers() -> None:
         ("--distca --distca-pool-size 0", "--distca-pool-size 0 is out of range"),
         ("--distca --distca-pool-size 3", "must divide the"),
         ("--distca --distca-token-pairs 900", "is for server pools: add --distca-pool-size"),
+        ("--distca --distca-wide-documents 9", "is for server pools: add --distca-pool-size"),
+        (
+            "--distca --distca-pool-size 1 --distca-wide-documents 9 "
+            "--pipeline-model-parallel-size 2",
+            "goes without pipelines",
+        ),
         ("--distca --distca-share-prefixes", "finds what conversations share: add --sft"),
         ("--distca --distca-pool-size 1 --distca-chain 2", "together with --distca-chain 2"),
         (

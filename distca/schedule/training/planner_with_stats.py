@@ -1,0 +1,51 @@
+"""A planner of global batches that counts what its plans send, need and compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.volume import BackwardInputs
+from distca.schedule.program import Pass
+from distca.schedule.training.global_batch import GlobalBatchPlanner
+from distca.schedule.training.planned_batch import CountedGlobalBatch, Documents
+
+
+@dataclass(frozen=True)
+class PlannerWithStats:
+    """A function from the documents of a global batch to its plans and their figures.
+
+    Attributes:
+        planner: planner of global batches.
+        calls: calls of core attention in a tick of each direction with each mask, by pass.
+        backward: how the backward pass gets its inputs.
+        head_parallel: ranks of a server, which share heads.
+    """
+
+    planner: GlobalBatchPlanner
+    calls: Mapping[Pass, Sequence[Mapping[Pass, int]]]
+    backward: BackwardInputs
+    head_parallel: int = 1
+
+    def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
+        """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
+        shape, ranks = self.planner.config.shape, self.head_parallel
+        batch, counts = self.planner.plan(incoming), self.planner.masks.counts()
+        return CountedGlobalBatch(
+            batch,
+            tuple(
+                each.bytes_sent(self.calls[each.tick.direction], shape, self.backward, ranks)
+                for each in batch.ticks
+            ),
+            batch.largest_memory(shape, self.backward),
+            tuple(
+                count * plan.loads()
+                for tick, plans, _ in batch.ticks
+                if tick.direction == "forward"
+                for plan, count in zip(
+                    plans, np.repeat(counts, len(plans) // len(counts)), strict=True
+                )
+            ),
+        )
