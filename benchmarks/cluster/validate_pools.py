@@ -9,7 +9,8 @@
 
 Processes that outnumber the cores share them, so that the wall clock shows the sum of the work.
 Compared are bytes, which must be equal, and CPU seconds of each batch's busiest rank: those that
-its process took beside those in which the simulated rank computes. Both leave out waiting.
+its process took beside those in which the simulated rank computes. Both leave out waiting. Other
+work on the machine makes CPU seconds longer, by caches and memory that are shared.
 """
 
 from __future__ import annotations
