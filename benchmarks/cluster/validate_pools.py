@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.cluster.this_machine import describe_machine
-from benchmarks.cluster.validate_simulator import batches_of, saved_steps
+from benchmarks.cluster.validate_simulator import batches_of, saved_steps, without_folders
 from benchmarks.training.run import parsed
 from benchmarks.training.setting import PLAIN, Setting
 from distca.cost.model_sizes import ModelSize
@@ -204,7 +204,8 @@ def main() -> None:
     torch.set_num_threads(1)
     profile = Profile.load(args.profile)
     rows = rows_of(saved, profile)
-    command = pages.typed("benchmarks/cluster/validate_pools.py")
+    folders = {args.steps.parent: "STEPS", args.profile.parent: "PROFILE", args.output: "DIR"}
+    command = without_folders(pages.typed("benchmarks/cluster/validate_pools.py"), folders)
     text = page(saved, rows, command, profile)
     figures = {"setting": saved["setting"], "rows": [asdict(row) for row in rows]}
     pages.save(args.output, "pools", text, __file__, figures)
