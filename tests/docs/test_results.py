@@ -460,3 +460,23 @@ def test_jobs_beside_peers() -> None:
     assert f"DistCA is {of_all} as the fastest peer, {typical:.3f} in the geometric" in index
     assert sum(round(ratio, 3) <= 1.01 for ratio in ratios) == 5
     assert "Five gain 1% or less" in index
+
+
+def test_pools_on_real_processes() -> None:
+    """What two pools send and compute beside one, and the simulator's error."""
+    rows = json.loads((RESULTS / "pools.json").read_text())["rows"]
+    ours = {(row["mix"], row["way"]): row for row in rows if row["way"] != "plain"}
+    pairs = [
+        (row, ours[mix, "tiles --distca-pool-size 2"])
+        for (mix, way), row in ours.items()
+        if way == "tiles"
+    ]
+    sent = [two["sent"] / one["sent"] for one, two in pairs]
+    took = [two["measured"] / one["measured"] for one, two in pairs]
+    error = median(abs(row["predicted"] / row["measured"] - 1) for row in ours.values())
+    assert all(row["sent"] == row["simulated"] for row in ours.values())
+    assert (
+        f"two pools of 2 send {min(sent):.2f} to {max(sent):.2f} of the bytes of one pool, in "
+        f"{min(took):.2f} to {max(took):.2f} of its CPU seconds; simulated bytes are those sent, "
+        f"and seconds are {error:.1%} off in the median: [pools.md]"
+    ) in INDEX.read_text()
