@@ -97,7 +97,6 @@ def progress(
     estimates: bool = True,
     every: float | None = None,
     stream: TextIO | None = None,
-    lines: bool = True,
 ) -> Iterator[Progress]:
     """Shows progress on standard error while the block runs, also where a part of it takes long.
 
@@ -111,7 +110,6 @@ def progress(
         estimates: whether the time that is left is shown: parts take about equally long.
         every: seconds between two lines; None: `SECONDS_BETWEEN_LINES`.
         stream: where it is shown; None: standard error.
-        lines: whether lines are shown where there is no terminal; else nothing is.
     """
     out = sys.stderr if stream is None else stream
     shown = Progress(unit, total, done, scaled, estimates)
@@ -122,8 +120,6 @@ def progress(
     elif out.isatty():
         with _bar(shown, out):
             yield shown
-    elif not lines:
-        yield shown
     else:
         with _lines(shown, command, every or SECONDS_BETWEEN_LINES, out):
             yield shown

@@ -70,10 +70,10 @@ class Searching:
 
 @contextlib.contextmanager
 def simulating(systems: Sequence[str]) -> Iterator[Searching]:
-    """Shows what is simulated on a terminal, each second from the start on.
+    """Shows what is simulated, each second on a terminal, elsewhere every few seconds.
 
     Args:
         systems: systems to compare.
     """
-    with progress("distca simulate", "iterations", doing=_USUALLY, lines=False) as shown:
+    with progress("distca simulate", "iterations", doing=_USUALLY) as shown:
         yield Searching(shown, systems)

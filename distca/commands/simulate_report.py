@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,12 +22,14 @@ from distca.simulate.speed_up import SIMULATORS_ERROR
 from distca.wording import counted
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
 CHARGED = (
     "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
     "exchanges take {interference:.0%} of\ncompute."
 )
+_WIDTH = 40
+"""Characters of a line on a bar."""
 RANGES = (
     "DistCA over it: the speed over these batches, and the 95% confidence interval of the mean "
     "over many\nbatches. An interval that includes 1 means no clear difference. It does not "
@@ -215,7 +218,7 @@ def plot_choices(
     above, *below = figure.subfigures(len(heights), squeeze=False, height_ratios=heights).ravel()
     speed, memory = above.subplots(1, 2, sharey=True)
     for each in below:
-        _plot_parts(parts, each.subplots())
+        _plot_parts(parts, each)
     names = [TITLES[choice.system] for choice in choices]
     # Bars are light enough for black text on them.
     thousands = np.nan_to_num([choice.tokens_per_second for choice in choices]) / 1e3
@@ -224,7 +227,10 @@ def plot_choices(
     memory.axvline(workload.cluster.usable_bytes / 1e9, color=BLACK, linestyle="--", linewidth=1.0)
     for number, choice in enumerate(choices):
         text = "out of memory" if choice.candidate is None else str(choice.candidate)
-        speed.text(0, number, f" {text}", va="center", fontsize=9)
+        text = textwrap.fill(
+            text, _WIDTH, initial_indent=" ", subsequent_indent=" ", break_on_hyphens=False
+        )
+        speed.text(0, number, text, va="center", fontsize=8)
     speed.invert_yaxis()
     speed.set(xlabel="thousand tokens/s, all GPUs")
     memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
@@ -233,8 +239,9 @@ def plot_choices(
     figure.savefig(path, dpi=110)
 
 
-def _plot_parts(parts: Mapping[str, Breakdown], axes: Axes) -> None:
+def _plot_parts(parts: Mapping[str, Breakdown], figure: SubFigure) -> None:
     """Draws a bar for each system, with the parts of an iteration one after the other."""
+    axes = figure.subplots()
     names = [TITLES[system] for system in parts]
     ends = np.zeros(len(parts))
     for (part, title), colour in zip(PARTS.items(), (*IN_TURN, GREY, PURPLE), strict=True):
@@ -243,4 +250,4 @@ def _plot_parts(parts: Mapping[str, Breakdown], axes: Axes) -> None:
         ends = ends + seconds
     axes.invert_yaxis()
     axes.set(xlabel="seconds of an iteration (first batch)")
-    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    figure.legend(fontsize=8, ncols=2, loc="outside lower center")

@@ -34,6 +34,9 @@ _AS_FAST = 1.0001
 """Ratio of seconds up to which a simpler system counts as equally fast."""
 _BESIDE = "beside those of the model, the data and the learning rate:"
 
+_NOTHING = 0.005
+"""Gain up to which DistCA counts as equally fast."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -71,7 +74,9 @@ class Verdict:
 
         Such a difference is no reason to use DistCA, but one to stay with what is simpler.
         """
-        if self.gain is None or self.gain.faster is None or not self._within_error(self.gain):
+        gain = self.gain
+        clear = gain is not None and gain.faster is not None and not self._gains_nothing(gain)
+        if gain is None or not clear or not self._within_error(gain):
             return self._answer()
         return (
             f"{self._answer()} The difference is within the simulator's error: "
@@ -85,10 +90,17 @@ class Verdict:
 
     @property
     def faster(self) -> bool | None:
-        """Whether DistCA is clearly faster; None: it is not clear."""
-        if self.gain is None or (self.gain.faster and self._within_error(self.gain)):
+        """Whether DistCA is clearly faster, and not by next to nothing; None: it is not clear."""
+        if self.gain is None:
             return None
-        return self.gain.faster
+        if self._gains_nothing(self.gain):
+            return False
+        return None if self.gain.faster and self._within_error(self.gain) else self.gain.faster
+
+    @staticmethod
+    def _gains_nothing(gain: SpeedUp) -> bool:
+        """Whether both are about equally fast: then Megatron's way, which is simpler, is better."""
+        return gain.low > 1 - _NOTHING and gain.high < 1 + _NOTHING
 
     def _answer(self) -> str:
         """The answer without that sentence."""
@@ -112,6 +124,8 @@ class Verdict:
                     "says why."
                 )
             return "Use DistCA: nothing of Megatron's that was simulated fits in memory."
+        if self._gains_nothing(self.gain):
+            return f"Don't use DistCA: it is {self.gain} times as fast as {had}, which is simpler."
         if self.faster:
             return f"Use DistCA: {self.gain} times as fast as Megatron's best, {had}."
         if self.faster is None:

@@ -127,6 +127,9 @@ def test_more_ranks_in_sentences() -> None:
     both = [span([each for means in of.values() for each in means]) for of in (whole, ping_pong)]
     assert f"DistCA is {both[0]} times as fast as each batch's fastest peer" in index
     assert f"in whole micro-batches, {both[1]} with ping-pong" in index
+    tight = [name.replace("0.1", "0.02") for name in DEFAULT]
+    least = min(mean(ways[name]) for of in every.values() for ways in of.values() for name in tight)
+    assert f"at the default tolerance of 0.1 (at 0.02 from {least:.2f})" in index
     # Equal documents show the noise.
     fixed = [each for found in every.values() for each in found["fixed"][DEFAULT[0]]]
     noise = max(abs(each - 1) for each in fixed)
