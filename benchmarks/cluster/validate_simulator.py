@@ -297,7 +297,7 @@ def run(*arguments: str) -> str:
     """Runs a command of this repository; returns it as one would type it."""
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, *arguments], check=True, cwd=root)
-    return " ".join(["python", *arguments])
+    return " ".join(["python", *arguments]).replace("python -m distca", "distca")
 
 
 def saved_steps(parser: Parser, file: Path) -> dict[str, Any]:

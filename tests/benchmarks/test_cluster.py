@@ -23,7 +23,16 @@ from benchmarks.cluster.tables import AS_THE_PAPER, GROUPS, TOLERANCES, Group, _
 from benchmarks.published_lengths import papers
 from benchmarks.sources import imported_files, stale_pages
 from distca.documents.lengths import draw
-from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, advise, training_flags
+from distca.simulate import (
+    CLUSTERS,
+    PUBLISHED,
+    Candidate,
+    Choice,
+    advise,
+    space,
+    training_flags,
+    variants,
+)
 from distca.simulate.advice import Extent
 from distca.simulate.speed_up import SpeedUp
 from distca.simulate.variants import (
@@ -107,8 +116,15 @@ def test_the_papers_scheduler_runs_as_the_paper_ran_it(monkeypatch: pytest.Monke
     assert any(candidate.keeps_inputs for candidate in tried(False))
 
 
-def test_where_nothing_fits_buffers_become_smaller() -> None:
-    """A job of Table 3, which fits in the first batch as it is, and in others not."""
+@pytest.mark.parametrize("uneven", [True, False])
+def test_where_nothing_fits_parts_become_smaller(
+    monkeypatch: pytest.MonkeyPatch, uneven: bool
+) -> None:
+    """A job of Table 3, which fits in the first batch as it is, and in others not: micro-batches
+    are smaller than a sequence, or without these buffers are smaller."""
+    if not uneven:
+        for module in (space, variants):
+            monkeypatch.setattr(module, "with_uneven_micro_batches", lambda *_: [])
     case = Case("llama-34b", "pretrain", 524_288, 2, 64, charges=PUBLISHED)
 
     class OfLargeBatches(Runner):
@@ -121,8 +137,12 @@ def test_where_nothing_fits_buffers_become_smaller() -> None:
     assert best.candidate is not None
     assert (best.tried, best.out_of_memory) == (2, 1)
     bound = best.candidate.max_buffer_bytes
-    assert bound is not None
     assert best.memory_gb <= 145.0
+    if uneven:
+        assert bound is None
+        assert best.candidate.micro_batches > case.workload.sequences
+        return
+    assert bound is not None
     assert f"--distca-max-buffer-bytes {bound}" in training_flags(best.candidate, case.workload)
     unbounded = Unit(case, replace(best.candidate, max_buffer_bytes=None), 27).run()
     assert not unbounded["fits"]
