@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -163,24 +163,39 @@ def _parts(ranks: int) -> tuple[float, ...]:
     return tuple(np.diff(ends).tolist())
 
 
-def run(job: Job, folder: Path) -> dict[str, Any]:
-    """Runs the ranks, and asks them for all prompts."""
+@dataclass(frozen=True)
+class Asked:
+    """Prompts that ranks were asked for, one after the other.
+
+    Attributes:
+        asked: when each was asked for.
+        there: when all rows of it were there.
+        told: what each rank has told at its end, by rank.
+    """
+
+    asked: list[float]
+    there: list[float]
+    told: list[Any]
+
+
+def ask(job: Job, main: Callable[[int, Job, str, Any], None], store: str, on_rows: OnRows) -> Asked:
+    """Runs the ranks, and asks them for all prompts, after one that is not counted.
+
+    Args:
+        job: sizes.
+        main: main function of a rank's process, given its number, the job, a file by which the
+            ranks meet, and a queue: the first one tells its address, and each one its results.
+        store: the file by which they meet.
+        on_rows: function that is given what comes.
+    """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    store = str(folder / f"store-{job.ranks}-{job.strategy}")
     processes = [
-        context.Process(target=prefill, args=(rank, job, store, results))
-        for rank in range(job.ranks)
+        context.Process(target=main, args=(rank, job, store, results)) for rank in range(job.ranks)
     ]
     for process in processes:
         process.start()
-    taken = 0
-
-    def take(transfer: Transfer, layer: int, at: Any, *rows: torch.Tensor) -> None:
-        nonlocal taken
-        taken += sum(each.nbytes for each in rows)
-
-    client = connect(job, results.get(timeout=120), take)
+    client = connect(job, results.get(timeout=120), on_rows)
     asked, there = [], []
     for number in range(job.rounds + 1):
         tokens = np.random.default_rng(number).integers(0, 1000, job.tokens).tolist()
@@ -194,6 +209,19 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     for process in processes:
         process.join()
     client.close()
+    return Asked(asked, there, told)
+
+
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """Runs the ranks, and measures them."""
+    taken = 0
+
+    def take(transfer: Transfer, layer: int, at: Any, *rows: torch.Tensor) -> None:
+        nonlocal taken
+        taken += sum(each.nbytes for each in rows)
+
+    found = ask(job, prefill, str(folder / f"store-{job.ranks}-{job.strategy}"), take)
+    asked, there, told = found.asked, found.there, found.told
     last = [max(ends) for ends in zip(*(ends for _, _, ends, *_ in told), strict=True)]
     assert sum(rows for *_, rows, _ in told) == taken
     return {

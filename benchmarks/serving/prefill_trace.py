@@ -16,6 +16,7 @@ simulated: rows of a layer leave at its end, in order.
 
 from __future__ import annotations
 
+import functools
 import queue
 import statistics
 import sys
@@ -29,13 +30,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
-from benchmarks.serving.prefill_ranks import Job, connect, join
+from benchmarks.serving.prefill_ranks import Job, ask, join
 from benchmarks.serving.ring_prefill import save_model
 from distca.cost.model_sizes import MODELS
 from distca.inference.messages import Iteration
@@ -43,7 +43,6 @@ from distca.machine import cpu_name
 from distca.prefill.messages import Receiving
 from distca.prefill.outbox import Connection, Outbox, Parcel, TcpConnection
 from distca.prefill.ranks import PrefillRank
-from distca.schedule.serving.handoff.protocol import Transfer
 from distca.simulate import CLUSTERS
 from distca.simulate.requests.vllm import PrefillRanks
 from distca.simulate.serving import InferenceCosts
@@ -173,7 +172,7 @@ class TracedRank(PrefillRank):
         self.handing_over += time.thread_time() - begin
 
 
-def prefill(rank: int, job: Job, rate: float, store: str, results: Any) -> None:
+def prefill(rank: int, job: Job, store: str, results: Any, rate: float) -> None:
     """Computes all prompts on a rank: the main function of its process."""
     one = join(TracedRank, rank, job, store, results)
     one.pace(rate)
@@ -186,30 +185,10 @@ def prefill(rank: int, job: Job, rate: float, store: str, results: Any) -> None:
 
 
 def run(job: Job, rate: float, folder: Path) -> dict[str, Any]:
-    """Runs the ranks, and asks them for all prompts, after one that is not counted."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    store = str(folder / f"store-{rate}")
-    processes = [
-        context.Process(target=prefill, args=(rank, job, rate, store, results))
-        for rank in range(job.ranks)
-    ]
-    for process in processes:
-        process.start()
-    client = connect(job, results.get(timeout=120), lambda *_: None)
-    asked, there = [], []
-    for number in range(job.rounds + 1):
-        tokens = np.random.default_rng(number).integers(0, 1000, job.tokens).tolist()
-        asked.append(time.monotonic())
-        client.begin(Transfer(number), tokens, 0)
-        while not (ended := client.poll(0.01)):
-            pass
-        assert not ended[0].failure, ended[0]
-        there.append(time.monotonic())
-    told = sorted(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join()
-    client.close()
+    """Runs the ranks, and traces them."""
+    main = functools.partial(prefill, rate=rate)
+    ranks = ask(job, main, str(folder / f"store-{rate}"), lambda *_: None)
+    asked, there, told = ranks.asked, ranks.there, ranks.told
     spans = [{"rank": rank, **asdict(span)} for rank, of_rank, *_ in told for span in of_rank]
     last = [
         max(each["end"] for each in spans if (each["what"], each["prompt"]) == ("computed", number))
