@@ -181,6 +181,11 @@ class PrefillClient:
         """Prompts that have not ended."""
         return len(self._receiver.incoming)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no prompt is under way, and `poll` has seen all that has come."""
+        return not (self._receiver.incoming or self._mail or self._ended)
+
     def connect(self, seconds: float) -> bool:
         """Waits for the prefill ranks; returns whether they have answered.
 

@@ -143,6 +143,28 @@ def test_what_cannot_be_read_is_no_end(caplog) -> None:
     meet(front, client)
     (joined,) = (each for each in front.take() if isinstance(each, Join))
     socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
+def test_a_client_is_idle_once_it_has_told_all_ends() -> None:
+    front = front_of(lease=5.0)
+    client = client_of(front)
+    meet(front, client)
+    assert client.idle
+    client.begin(Transfer(0), [1] * 20, 3)
+    client.begin(Transfer(1), [1] * 20, 3)
+    assert not client.idle
+    meet(front, client)
+    (first, second) = (each for each in front.take() if isinstance(each, Join))
+    client.cancel(Transfer(0))
+    assert [each.outcome for each in client.poll()] == ["cancelled"]
+    # The ranks have not said yet that nothing more comes.
+    assert not client.idle
+    for each in (first, second):
+        front.say(each.number, "Drained", "over")
+    meet(front, client)
+    assert client.idle
+    client.close()
+    front.close()
+
+
     socket.connect(joined.receiving[0].inbox)
     socket.send_multipart([b"nonsense", b"x"])
     socket.send_multipart([encode(Rows(Transfer(0), 0, 0, [(3, 19)], 16, 0, 1)), b"short"])

@@ -365,6 +365,29 @@ OF_VLLM = {
 }
 
 
+def test_a_step_without_loads_costs_nothing() -> None:
+    from distca.vllm import connector
+    from distca.vllm.settings import Settings
+
+    polled: list[float] = []
+
+    def poll(seconds: float) -> list[Any]:
+        polled.append(seconds)
+        return []
+
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+    writes = connector._Writes(config, Settings("tcp://127.0.0.1:1"))
+    assert writes.ended() == set()
+    client: Any = SimpleNamespace(idle=True, poll=poll)
+    writes._client = client
+    assert writes.ended() == set()
+    assert not polled
+    # Rows of a prompt that was cancelled may still come.
+    client.idle = False
+    assert writes.ended() == set()
+    assert polled == [0.0]
+
+
 def test_settings_that_are_right_are_taken() -> None:
     from distca.vllm import DistCAConnector
     from distca.vllm.settings import Settings
