@@ -12,7 +12,7 @@ def own_host(address: str) -> str:
     Raises:
         ValueError: the address cannot be read, or its host has no IPv4 address.
     """
-    host, port = _parts(address)
+    host, port = parts(address)
     check_host(host, address)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -49,7 +49,7 @@ def check_host(host: str, given: str) -> None:
     )
 
 
-def _parts(address: str) -> tuple[str, int]:
+def parts(address: str) -> tuple[str, int]:
     """Host and port of an address."""
     try:
         place = urlsplit(address)

@@ -100,18 +100,36 @@ def model_folder(name: str, revision: str | None = None, cache_dir: str | None =
         ) from None
 
 
-def disagreement(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
+def disagreement(
+    theirs: Mapping[str, str], ours: Mapping[str, str], only_told: bool = False
+) -> str | None:
     """Names the first fact on which two sides differ, with both values; None: they agree.
 
     Args:
         theirs: facts of the engine.
         ours: facts of the prefill ranks.
+        only_told: whether the engine may leave facts out.
     """
     for name, value in ours.items():
+        if only_told and name not in theirs:
+            continue
         if theirs.get(name) != value:
             given = theirs.get(name, "not told")
             return f"{name}: the engine has {given}, and the prefill ranks have {value}"
     return None
+
+
+def are_weights_there(folder: str) -> bool:
+    """Whether a folder has all files of weights, so that their digest means something."""
+    found = {each.name for end in _WEIGHTS for each in Path(folder).glob(end)}
+    named: set[str] = set()
+    for index in Path(folder).glob("*.index.json"):
+        try:
+            named |= set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError):
+            # Whoever loads the model says what is wrong with it.
+            return False
+    return bool(found) and named <= found
 
 
 def _rotary(config: PreTrainedConfig) -> dict[str, object]:

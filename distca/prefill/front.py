@@ -19,6 +19,7 @@ import zmq
 from distca.prefill.facts import disagreement
 from distca.prefill.heads import HeadSlices
 from distca.prefill.messages import (
+    Check,
     Event,
     Hello,
     Join,
@@ -229,6 +230,10 @@ class Front:
             self._heard[identity] = time.monotonic()
         if isinstance(message, Hello):
             self._greet(identity, message)
+        elif isinstance(message, Check):
+            why = disagreement(message.facts, self._facts, only_told=True)
+            why = why or self._no_transfer(message.transfers)
+            self._say(identity, self._welcome if why is None else Refusal(why))
         elif identity not in self._peers:
             self._say(identity, Unknown())
         elif isinstance(message, Landing):
@@ -267,10 +272,14 @@ class Front:
                 f"{hello.first_head} to {hello.wanted.stop - 1}, and the model has "
                 f"{self._slices.kv_heads}"
             )
-        if not set(self._transfers) & set(hello.transfers):
-            ours, theirs = (" or ".join(each) for each in (self._transfers, hello.transfers))
-            return f"the engine takes rows by {theirs}, and the prefill ranks send them by {ours}"
-        return None
+        return self._no_transfer(hello.transfers)
+
+    def _no_transfer(self, accepted: Sequence[TransferName]) -> str | None:
+        """Why no rows can be sent; None: they can."""
+        if set(self._transfers) & set(accepted):
+            return None
+        ours, theirs = (" or ".join(each) for each in (self._transfers, accepted))
+        return f"the engine takes rows by {theirs}, and the prefill ranks send them by {ours}"
 
     def _ask(self, identity: bytes, prefill: Prefill) -> None:
         peer, now = self._peers[identity], time.monotonic()

@@ -9,7 +9,7 @@ import msgspec
 from distca.schedule.serving.handoff import protocol
 from distca.schedule.serving.handoff.protocol import Transfer
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages."""
 
 TransferName = Literal["nixl", "tcp"]
@@ -69,6 +69,18 @@ class Hello(Message, frozen=True):
     def wanted(self) -> range:
         """Key-value heads of the model that the process wants."""
         return range(self.first_head, self.first_head + self.heads)
+
+
+class Check(Message, frozen=True):
+    """An engine that has not started asks whether it could connect. It is not connected by that.
+
+    Attributes:
+        facts: those of `Hello` that are known by now.
+        transfers: how rows may come.
+    """
+
+    facts: dict[str, str]
+    transfers: tuple[TransferName, ...]
 
 
 class Landing(Message, frozen=True):
@@ -300,7 +312,7 @@ class Agreed(Message, frozen=True):
     messages: list[Join | Told | Left] = msgspec.field(default_factory=list)
 
 
-ToFront = Hello | Landing | Prefill | Event | Ping
+ToFront = Hello | Check | Landing | Prefill | Event | Ping
 ToClient = Welcome | Refusal | Unknown | Pong | Event
 
 _BARE = {each.__name__: each for each in (protocol.Beat, protocol.Drained)}

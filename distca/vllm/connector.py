@@ -25,11 +25,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from distca.plan.span import Int64s
 from distca.prefill.client import PrefillClient
-from distca.prefill.facts import frequencies_of_vllm, model_facts, model_folder
 from distca.prefill.messages import Hello
 from distca.schedule.serving.handoff.protocol import Transfer
-from distca.vllm.families import quantization
-from distca.vllm.settings import Settings, checked_settings
+from distca.vllm.settings import Settings, checked_settings, engine_facts
 from distca.vllm.stats import PrefillMetrics, PrefillStats
 
 if TYPE_CHECKING:
@@ -222,7 +220,7 @@ class _Asks:
         self._least = settings.min_tokens
         name = f"{config.kv_transfer_config.engine_id}, scheduler"
         # It asks for nothing, but knows whether the ranks work.
-        hello = Hello(_facts(config), name)
+        hello = Hello(engine_facts(config), name)
         self._client = PrefillClient(
             settings.address, hello, 1, torch.float32, lambda *_: None, "tcp"
         )
@@ -349,7 +347,7 @@ class _Writes:
         # All workers have all of a latent.
         first = 0 if model.use_mla else rank * whole // size
         hello = Hello(
-            _facts(self._config),
+            engine_facts(self._config),
             self._config.kv_transfer_config.engine_id,
             rank,
             size,
@@ -442,12 +440,3 @@ class _Writes:
             module.impl.do_kv_cache_update(latents, rotated, cache, slots, dtype, scale)
         else:
             module.impl.do_kv_cache_update(module, keys, values, cache, slots)
-
-
-def _facts(config: VllmConfig) -> dict[str, str]:
-    model = config.model_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    frequencies = frequencies_of_vllm(model.max_model_len)
-    # vLLM has downloaded it by now.
-    folder = model_folder(str(model.model), model.revision, config.load_config.download_dir)
-    return model_facts(model.hf_text_config, folder, dtype, frequencies, quantization(model))

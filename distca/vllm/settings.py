@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
 
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -12,7 +13,15 @@ from vllm.platforms import current_platform
 
 from distca.prefill.address import own_host
 from distca.prefill.client import LANDING_BYTES
-from distca.prefill.messages import TransferChoice
+from distca.prefill.facts import (
+    are_weights_there,
+    frequencies_of_vllm,
+    model_facts,
+    model_folder,
+)
+from distca.prefill.inquiry import ask_ranks
+from distca.prefill.messages import TRANSFERS, TransferChoice, TransferName
+from distca.vllm.families import quantization
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +69,8 @@ class Settings:
                 f"distca_transfer {self.transfer!r}: choose from "
                 f"{', '.join(get_args(TransferChoice))}"
             )
+        if self.transfer == "nixl" and find_spec("nixl") is None:
+            raise ValueError("distca_transfer 'nixl': NIXL is not installed here")
         if type(self.landing_bytes) is not int or self.landing_bytes < 1:
             raise ValueError(
                 f"distca_landing_bytes {self.landing_bytes!r}: give a number of at least 1"
@@ -133,6 +144,46 @@ def checked_settings(config: VllmConfig) -> Settings:
     if config.model_config.use_mla:
         _check_latents(config)
     return settings
+
+
+def engine_facts(config: VllmConfig) -> dict[str, str]:
+    """Returns what an engine whose model is loaded tells the prefill ranks of it.
+
+    Raises:
+        ValueError: the model is in no folder.
+    """
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    frequencies = frequencies_of_vllm(model.max_model_len)
+    quantized = quantization(model)
+    return model_facts(model.hf_text_config, _folder(config), dtype, frequencies, quantized)
+
+
+def refusal_of_ranks(config: VllmConfig, settings: Settings) -> str | None:
+    """Asks the prefill ranks, before the model is loaded, whether they would work for vLLM.
+
+    Returns:
+        Why they would not; None: they would, or nobody answers, or the model is not there yet.
+    """
+    try:
+        facts, folder = engine_facts(config), _folder(config)
+    except ValueError:
+        return None
+    if not are_weights_there(folder):
+        # They are downloaded later, and vLLM's workers tell of them.
+        del facts["weights"]
+    transfers: tuple[TransferName, ...] = ("tcp",)
+    if settings.transfer == "nixl":
+        transfers = ("nixl",)
+    elif settings.transfer == "auto" and find_spec("nixl") is not None:
+        transfers = TRANSFERS
+    return ask_ranks(settings.address, facts, transfers, settings.connect_seconds)
+
+
+def _folder(config: VllmConfig) -> str:
+    """Returns the folder of the model."""
+    model = config.model_config
+    return model_folder(str(model.model), model.revision, config.load_config.download_dir)
 
 
 def _check_latents(config: VllmConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import zmq
 from distca.prefill.client import PrefillClient
 from distca.prefill.front import Front
 from distca.prefill.heads import HeadSlices
+from distca.prefill.inquiry import ask_ranks
 from distca.prefill.messages import (
     Hello,
     Join,
@@ -101,6 +103,32 @@ def test_whoever_is_silent_for_long_is_forgotten_and_must_greet_again() -> None:
     front.close()
 
 
+def test_an_engine_asks_before_it_starts_and_is_not_connected() -> None:
+    front = front_of(lease=5.0)
+    for facts, transfers, why in (
+        (FACTS, ("nixl", "tcp"), None),
+        # Not known yet.
+        ({}, ("tcp",), None),
+        ({"dtype": "bfloat16"}, ("tcp",), "dtype: the engine has bfloat16, and the prefill "),
+        (FACTS, ("nixl",), "the engine takes rows by nixl, and the prefill ranks send them by tcp"),
+    ):
+        with in_background(lambda: meet(front, seconds=1.0)):
+            told = ask_ranks(front.address, facts, transfers, 10.0)
+        assert told is None if why is None else why in str(told)
+    assert front.engines == 0
+    assert not front.take()
+    front.close()
+
+
+def test_nobody_or_somebody_else_who_is_asked_refuses_nothing() -> None:
+    begun = time.monotonic()
+    assert ask_ranks(free_address(), FACTS, ("tcp",), 60.0) is None
+    assert time.monotonic() - begun < 30
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        assert ask_ranks(address, FACTS, ("tcp",), 0.2) is None
+
+
 def test_who_sends_what_cannot_be_read_is_told_so() -> None:
     front = front_of(lease=5.0)
     stranger: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -112,6 +140,28 @@ def test_who_sends_what_cannot_be_read_is_told_so() -> None:
     assert isinstance(told, Refusal)
     assert told.reason.startswith("a message cannot be read: ")
     stranger.close()
+    front.close()
+
+
+def test_a_client_is_idle_once_it_has_told_all_ends() -> None:
+    front = front_of(lease=5.0)
+    client = client_of(front)
+    meet(front, client)
+    assert client.idle
+    client.begin(Transfer(0), [1] * 20, 3)
+    client.begin(Transfer(1), [1] * 20, 3)
+    assert not client.idle
+    meet(front, client)
+    (first, second) = (each for each in front.take() if isinstance(each, Join))
+    client.cancel(Transfer(0))
+    assert [each.outcome for each in client.poll()] == ["cancelled"]
+    # The ranks have not said yet that nothing more comes.
+    assert not client.idle
+    for each in (first, second):
+        front.say(each.number, "Drained", "over")
+    meet(front, client)
+    assert client.idle
+    client.close()
     front.close()
 
 
@@ -143,28 +193,6 @@ def test_what_cannot_be_read_is_no_end(caplog) -> None:
     meet(front, client)
     (joined,) = (each for each in front.take() if isinstance(each, Join))
     socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUSH)
-def test_a_client_is_idle_once_it_has_told_all_ends() -> None:
-    front = front_of(lease=5.0)
-    client = client_of(front)
-    meet(front, client)
-    assert client.idle
-    client.begin(Transfer(0), [1] * 20, 3)
-    client.begin(Transfer(1), [1] * 20, 3)
-    assert not client.idle
-    meet(front, client)
-    (first, second) = (each for each in front.take() if isinstance(each, Join))
-    client.cancel(Transfer(0))
-    assert [each.outcome for each in client.poll()] == ["cancelled"]
-    # The ranks have not said yet that nothing more comes.
-    assert not client.idle
-    for each in (first, second):
-        front.say(each.number, "Drained", "over")
-    meet(front, client)
-    assert client.idle
-    client.close()
-    front.close()
-
-
     socket.connect(joined.receiving[0].inbox)
     socket.send_multipart([b"nonsense", b"x"])
     socket.send_multipart([encode(Rows(Transfer(0), 0, 0, [(3, 19)], 16, 0, 1)), b"short"])

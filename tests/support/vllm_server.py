@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,10 +44,27 @@ def connector(address: str, **extra: Any) -> str:
     )
 
 
+@functools.cache
+def _metadata() -> tempfile.TemporaryDirectory[str]:
+    """A folder with what pip would write of the project, by which vLLM finds its plugins."""
+    folder = tempfile.TemporaryDirectory(prefix="distca-metadata-")
+    written = Path(folder.name) / "distca-0.dist-info"
+    written.mkdir()
+    (written / "METADATA").write_text("Metadata-Version: 2.1\nName: distca\nVersion: 0\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    (written / "entry_points.txt").write_text("\n".join(lines))
+    return folder
+
+
 def environment() -> dict[str, str]:
-    """Of both commands."""
+    """Of both commands, as where the project is installed."""
     return os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), _metadata().name)),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # A route that forgets vLLM's prefix cache.
@@ -156,7 +176,24 @@ def _said(choice: Any) -> str:
 @contextmanager
 def vllm_serve(folder: Path, address: str, port: int, log: Path, *flags: str) -> Iterator[Server]:
     """`vllm serve` with the connector."""
-    command = [
+    flags = ("--kv-transfer-config", connector(address, distca_connect_seconds=1), *flags)
+    with started(serve_command(folder, port, *flags), log) as process:
+        url = f"http://127.0.0.1:{port}"
+        due = time.monotonic() + 400
+        while True:
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < due, log.read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield Server(url, folder, address, log)
+
+
+def serve_command(folder: Path, port: int, *flags: str) -> list[str]:
+    """`vllm serve`, as it is called where the package for CPUs is installed."""
+    return [
         # `vllm serve` looks for a package named vllm, and that for CPUs is named otherwise.
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--served-model-name", "model", "--dtype", "float32", "--enforce-eager"),
@@ -169,20 +206,8 @@ def vllm_serve(folder: Path, address: str, port: int, log: Path, *flags: str) ->
             "--port",
             str(port),
         ),
-        *("--kv-transfer-config", connector(address, distca_connect_seconds=1), *flags),
+        *flags,
     ]
-    with started(command, log) as process:
-        url = f"http://127.0.0.1:{port}"
-        due = time.monotonic() + 400
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < due, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield Server(url, folder, address, log)
 
 
 @contextmanager

@@ -408,7 +408,7 @@ def test_a_prompt_is_asked_for_again_after_vllm_preempted_it_and_not_after_a_fai
 
     ranks = SimpleNamespace(ready=True, welcome=SimpleNamespace(capacity=9999), poll=list)
     monkeypatch.setattr(connector, "PrefillClient", lambda *_: ranks)
-    monkeypatch.setattr(connector, "_facts", lambda _: {})
+    monkeypatch.setattr(connector, "engine_facts", lambda _: {})
     transfer = SimpleNamespace(engine_id="test")
     config: Any = SimpleNamespace(kv_transfer_config=transfer)
     asks = connector._Asks(config, Settings("tcp://127.0.0.1:1", 100))
