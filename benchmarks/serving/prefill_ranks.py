@@ -128,7 +128,7 @@ def connect(job: Job, address: str, on_rows: OnRows) -> PrefillClient:
     model = read_model(job.model, torch.float32)
     hello = Hello(_facts(model), "engine", heads=model.kv_heads)
     client = PrefillClient(address, hello, model.shape.head_dim, torch.float32, on_rows)
-    assert client.connect(120)
+    assert client.connect(600)
     return client
 
 
@@ -195,7 +195,7 @@ def ask(job: Job, main: Callable[[int, Job, str, Any], None], store: str, on_row
     ]
     for process in processes:
         process.start()
-    client = connect(job, results.get(timeout=120), on_rows)
+    client = connect(job, results.get(timeout=600), on_rows)
     asked, there = [], []
     for number in range(job.rounds + 1):
         tokens = np.random.default_rng(number).integers(0, 1000, job.tokens).tolist()
@@ -205,7 +205,7 @@ def ask(job: Job, main: Callable[[int, Job, str, Any], None], store: str, on_row
             pass
         assert not ended[0].failure, ended[0]
         there.append(time.monotonic())
-    told = sorted(results.get(timeout=120) for _ in processes)
+    told = sorted(results.get(timeout=600) for _ in processes)
     for process in processes:
         process.join()
     client.close()

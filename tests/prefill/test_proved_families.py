@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from distca.vllm.plugin import TESTED
 from support.quantized_models import KINDS
 from support.vllm_families import PAGE, ROOT, SMALL
 
@@ -34,3 +35,9 @@ def test_the_page_names_every_class_that_ranks_run() -> None:
 def test_the_page_names_every_kind_of_quantized_weights_that_ranks_run() -> None:
     assert proved("QUANTIZED") == list(KINDS)
     assert named("Quantized weights that were tested", "Refused by name") == list(KINDS)
+
+
+def test_the_page_names_the_versions_of_vllm_that_were_tested() -> None:
+    text = " ".join(PAGE.read_text().split())
+    told = re.findall(r"\d+\.\d+\.\d+", text[text.index("It was run with") : text.index("No GPU")])
+    assert sorted(told) == sorted(TESTED)
