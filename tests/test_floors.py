@@ -52,8 +52,8 @@ FLOORS["distca.__main__"] = {"distca.commands"}
 FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__", "distca.runtime.serving"}
 # From below: each floor of training may import those before it.
 TRAINING = """
-    versions checkpoint_data cpu mcore_fixes flags model batches pipeline loop hooks megatron_lm
-    parts pretrain check_run launch convert
+    versions checkpoint_data cpu mcore_fixes flags families model batches pipeline loop hooks
+    megatron_lm parts pretrain check_run launch convert
 """.split()
 for floor in TRAINING:
     below = {f"megatron_patches.{each}" for each in TRAINING[: TRAINING.index(floor)]}

@@ -11,6 +11,12 @@ import torch.distributed as dist
 
 from megatron_patches import parts
 from megatron_patches.batches.micro_batch import document_params
+from megatron_patches.families.flags import model_flags
+
+
+def flags_of(config: Any) -> list[str]:
+    """Returns the flags of a model's architecture; see `model_flags`."""
+    return model_flags(config, parts.build_parser())
 
 
 def parse_model(flags: list[str], bf16: bool) -> Namespace:

@@ -20,12 +20,12 @@ from typing import Any
 from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import Tokenizer, build_tokenizer
 from megatron_patches.checkpoint_data import read_common_state
-from megatron_patches.convert.bridges import bridge_of
-from megatron_patches.convert.flags import model_flags, vocabulary_flags
 from megatron_patches.convert.folder import check_free, write_json, write_weights, written_whole
-from megatron_patches.convert.model import build_model, parse_model
-from megatron_patches.convert.rotary import LLAMA3_ROPE
+from megatron_patches.convert.model import build_model, flags_of, parse_model
 from megatron_patches.convert.weights import by_their_names, pad_vocabulary
+from megatron_patches.families.bridges import bridge_of
+from megatron_patches.families.flags import vocabulary_flags
+from megatron_patches.families.rotary import LLAMA3_ROPE
 from megatron_patches.loop.checkpoint_folder import (
     checkpoint_name,
     explaining_loading,
@@ -175,7 +175,7 @@ def _architecture(
     differ = ""
     for values in tried:
         config = _as_configuration(values)
-        flags = model_flags(config) + _tokenizer_flags(saved, tokenizer_model, config, tokenizer)
+        flags = flags_of(config) + _tokenizer_flags(saved, tokenizer_model, config, tokenizer)
         args = parse_model(flags, bf16)
         different = model_differences(saved, args)
         if not different:

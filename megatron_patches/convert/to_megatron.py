@@ -10,10 +10,10 @@ from typing import Any
 
 from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import build_tokenizer
-from megatron_patches.convert.bridges import bridge_of
-from megatron_patches.convert.flags import model_flags, vocabulary_flags
-from megatron_patches.convert.model import build_model, parse_model
+from megatron_patches.convert.model import build_model, flags_of, parse_model
 from megatron_patches.convert.weights import copy_in, pad_vocabulary
+from megatron_patches.families.bridges import bridge_of
+from megatron_patches.families.flags import run_flags, vocabulary_flags
 from megatron_patches.loop.checkpoint_folder import latest_iteration
 from megatron_patches.parts import save_weights
 
@@ -53,7 +53,7 @@ def to_megatron(
         raise ValueError(
             f"{folder} has quantized weights, which are not converted: give a model in bfloat16"
         )
-    flags = model_flags(source.config)
+    flags = flags_of(source.config)
     if left_out := source.check():
         logger.warning("%s: %s left out, which training does not run", folder, ", ".join(left_out))
     tokens = build_tokenizer("HuggingFaceTokenizer", str(folder)).vocab_size
@@ -68,10 +68,3 @@ def to_megatron(
     told("writing the checkpoint")
     save_weights(model, args, checkpoint)
     return flags, model, args
-
-
-def run_flags(tokenizer: Path, config: Any) -> list[str]:
-    """Returns flags of a model that a run chooses: its tokenizer, and its longest positions."""
-    flags = ["--max-position-embeddings", str(config.max_position_embeddings)]
-    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
-    return flags

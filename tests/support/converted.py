@@ -37,14 +37,13 @@ def converted_logits(folder: Path, work: Path, tokens: list[int]) -> torch.Tenso
     """
     from distca.checkpoints.weights import Checkpoint
     from distca.documents.tokenizer import build_tokenizer
-    from megatron_patches.convert.flags import model_flags, vocabulary_flags
-    from megatron_patches.convert.model import build_model, model_logits, parse_model
-    from megatron_patches.convert.to_megatron import run_flags
+    from megatron_patches.convert.model import build_model, flags_of, model_logits, parse_model
+    from megatron_patches.families.flags import run_flags, vocabulary_flags
     from megatron_patches.parts import load_weights
 
     convert(folder, "--to", work / "checkpoint", "--float32")
     config = Checkpoint.read(str(folder)).config
-    flags = model_flags(config) + run_flags(folder, config)
+    flags = flags_of(config) + run_flags(folder, config)
     words = build_tokenizer("HuggingFaceTokenizer", str(folder)).vocab_size
     args = parse_model(flags + vocabulary_flags(words, config.vocab_size), bf16=False)
     model = build_model(args)

@@ -37,7 +37,7 @@ def there_and_back(folder: Path, work: Path, tokens: list[int]) -> torch.Tensor:
 
 
 def test_the_table_of_the_documentation() -> None:
-    from megatron_patches.convert.bridges import BRIDGES
+    from megatron_patches.families.bridges import BRIDGES
 
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \|([^|]*)\|", PAGE.read_text(), re.MULTILINE)
     run: dict[str, list[str]] = {}
@@ -109,11 +109,10 @@ def test_bfloat16(process, tmp_path: Path) -> None:
 def flags_as_arguments(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """What pretrain_gpt.py takes from the flags of a model with this `config.json`."""
     from distca.checkpoints.weights import Checkpoint
-    from megatron_patches.convert.flags import model_flags
-    from megatron_patches.convert.model import parse_model
+    from megatron_patches.convert.model import flags_of, parse_model
 
     (folder / "config.json").write_text(json.dumps(values))
-    flags = model_flags(Checkpoint.read(str(folder)).config)
+    flags = flags_of(Checkpoint.read(str(folder)).config)
     flags += "--tokenizer-type NullTokenizer --vocab-size 999".split()
     return vars(parse_model([*flags, "--max-position-embeddings", "128"], bf16=False))
 
@@ -165,7 +164,7 @@ def test_models_that_cannot_be_converted(tmp_path: Path, changes, message: str) 
 
 
 def test_rows_beyond_the_tokenizer_s_tokens() -> None:
-    from megatron_patches.convert.flags import vocabulary_flags
+    from megatron_patches.families.flags import vocabulary_flags
 
     assert vocabulary_flags(301, 301) == []
     # As Qwen3 has it: with 1187 the vocabulary fits, and tensor parallelism up to 128.
@@ -214,11 +213,11 @@ MIXED = {
 
 @pytest.mark.parametrize("case", MIXED)
 def test_values_that_megatron_lacks(case: str) -> None:
-    from megatron_patches.convert.flags import model_flags
+    from megatron_patches.convert.model import flags_of
 
     for changes, message in MIXED[case]:
         with pytest.raises(ValueError, match=message):
-            model_flags(small_config(case, **changes))
+            flags_of(small_config(case, **changes))
 
 
 def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:

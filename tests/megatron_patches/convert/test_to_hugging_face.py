@@ -191,11 +191,10 @@ def test_what_is_no_llama_is_refused_by_name(flags: list[str], message: str) -> 
 
 
 def test_the_family_s_configuration_says_what_flags_cannot(tmp_path: Path) -> None:
-    from megatron_patches.convert.flags import model_flags
-    from megatron_patches.convert.model import parse_model
+    from megatron_patches.convert.model import flags_of, parse_model
 
     config = small_config("qwen3")
-    flags = [*model_flags(config), "--max-position-embeddings", "128"]
+    flags = [*flags_of(config), "--max-position-embeddings", "128"]
     flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
     saved = saved_arguments({"args": parse_model(flags, bf16=False)})
     saved.padded_vocab_size = 384

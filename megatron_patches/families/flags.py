@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
+from argparse import Action, ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_patches.convert.bridges import bridge_of
+from megatron_patches.families.bridges import bridge_of
 
 # What mbridge says of a model, by the names of megatron-core's configuration and of the flags that
 # Megatron-LM makes it of.
@@ -39,11 +40,12 @@ PASSED_OVER = {
 }
 
 
-def model_flags(config: Any) -> list[str]:
+def model_flags(config: Any, parser: ArgumentParser) -> list[str]:
     """Returns the flags of a model's architecture, without those of its vocabulary.
 
     Args:
         config: transformers' configuration of the language model.
+        parser: parser of Megatron-LM's flags.
 
     Raises:
         ValueError: the model has a feature that flags cannot express, or training cannot run.
@@ -52,25 +54,32 @@ def model_flags(config: Any) -> list[str]:
     described: SimpleNamespace = bridge.config
     unknown = {*vars(described)} - {*_ARCHITECTURE} - PASSED_OVER
     assert not unknown, f"mbridge describes {config.model_type} by {unknown}, too"
-    words = []
+    words, actions = [], _actions(parser)
     for name in _ARCHITECTURE:
         value = getattr(described, name, None)
         if name.endswith("dropout"):
             # Fine-tuning on long contexts has none, whatever the model was trained with.
             value = 0.0
-        words += _words(name, value)
+        words += _words(actions, name, value)
     words += _activation_flags(described)
     if getattr(described, "q_lora_rank", None) or getattr(described, "kv_lora_rank", None):
         words.append("--multi-latent-attention")
     else:
         words += [
             "--group-query-attention",
-            *_words("num_query_groups", described.num_query_groups),
+            *_words(actions, "num_query_groups", described.num_query_groups),
         ]
-    words += _words("num_experts", getattr(described, "num_moe_experts", None))
+    words += _words(actions, "num_experts", getattr(described, "num_moe_experts", None))
     if not config.tie_word_embeddings:
         words.append("--untie-embeddings-and-output-weights")
     return words + bridge.rotary_flags()
+
+
+def run_flags(tokenizer: Path, config: Any) -> list[str]:
+    """Returns flags of a model that a run chooses: its tokenizer, and its longest positions."""
+    flags = ["--max-position-embeddings", str(config.max_position_embeddings)]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    return flags
 
 
 def vocabulary_flags(tokens: int, rows: int) -> list[str]:
@@ -102,9 +111,9 @@ def _activation_flags(described: SimpleNamespace) -> list[str]:
     )
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(actions: Mapping[str, Action], name: str, value: Any) -> list[str]:
     """Returns a flag with its value; nothing where the value is what no flag means."""
-    action = _actions().get(name)
+    action = actions.get(name)
     if action is None:
         if value in (None, False):
             return []
@@ -121,13 +130,10 @@ def _words(name: str, value: Any) -> list[str]:
     return [flag, str(value).replace(" ", "")]
 
 
-@functools.cache
-def _actions() -> dict[str, argparse.Action]:
+def _actions(parser: ArgumentParser) -> dict[str, Action]:
     """Returns Megatron-LM's flags by the attributes that they set, the first of each."""
-    from megatron_patches.parts import build_parser
-
-    found: dict[str, argparse.Action] = {}
-    for action in build_parser()._actions:
+    found: dict[str, Action] = {}
+    for action in parser._actions:
         if action.option_strings:
             found.setdefault(action.dest, action)
     if "layernorm_epsilon" not in found:

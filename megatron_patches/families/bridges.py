@@ -26,7 +26,7 @@ from mbridge.models import (
 from megatron.core.activations import quick_gelu
 
 from distca.checkpoints.stored_weights import StoredTensor
-from megatron_patches.convert.rotary import latent_rotary_flags, rope_parameters, rotary_flags
+from megatron_patches.families.rotary import latent_rotary_flags, rope_parameters, rotary_flags
 
 _NO_BIASES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
