@@ -297,16 +297,54 @@ class DeepseekV3(Described, DeepseekV3Bridge):
 
     def mends(self) -> dict[str, Any]:
         config = self.hf_config
-        if config.q_lora_rank is None:
-            raise ValueError(
-                "q_lora_rank in config.json is null: megatron-core's local layers norm latents of "
-                "keys only where queries have latents, too"
-            )
+        _check_query_latents(config)
         # Keys have a head size of their own.
         return _grouped_experts(config) | {"kv_channels": config.v_head_dim}
 
     def rotary_flags(self) -> list[str]:
         return latent_rotary_flags(self.hf_config)
+
+
+class DeepseekV2(DeepseekV3):
+    """DeepSeek-V2, which mbridge has not: V3's weights, and a softmax that judges experts."""
+
+    supported: ClassVar = {
+        **_NO_BIASES,
+        "norm_topk_prob": (False, None),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    }
+
+    def mends(self) -> dict[str, Any]:
+        config = self.hf_config
+        _check_query_latents(config)
+        found = {
+            "kv_channels": config.v_head_dim,
+            "moe_router_score_function": "softmax",
+            "moe_router_enable_expert_bias": False,
+            "mtp_num_layers": None,
+        }
+        if config.topk_method == "greedy":
+            return found
+        if config.num_experts_per_tok // config.topk_group != 1:
+            raise ValueError(
+                f"num_experts_per_tok {config.num_experts_per_tok} and topk_group "
+                f"{config.topk_group} in config.json: DeepSeek-V2 judges a group by its best "
+                "expert, megatron-core by num_experts_per_tok / topk_group of them"
+            )
+        return found | _groups(config)
+
+
+def _check_query_latents(config: Any) -> None:
+    """Checks that queries have latents.
+
+    Raises:
+        ValueError: they have none.
+    """
+    if config.q_lora_rank is None:
+        raise ValueError(
+            "q_lora_rank in config.json is null: megatron-core's local layers norm latents of "
+            "keys only where queries have latents, too"
+        )
 
 
 def _grouped_experts(config: Any) -> dict[str, Any]:
@@ -333,8 +371,11 @@ def _grouped_experts(config: Any) -> dict[str, Any]:
             "in config.json: transformers judges a group by its best two experts, megatron-core "
             "by num_experts_per_tok / topk_group of them"
         )
-    groups = {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
-    return found | groups
+    return found | _groups(config)
+
+
+def _groups(config: Any) -> dict[str, Any]:
+    return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
 
 
 def windows(config: Any) -> dict[str, Any]:
@@ -376,6 +417,7 @@ BRIDGES: dict[str, type[Described]] = {
     "qwen2_moe": Qwen2Moe,
     "qwen3_moe": Qwen3Moe,
     "glm4_moe": Glm4Moe,
+    "deepseek_v2": DeepseekV2,
     "deepseek_v3": DeepseekV3,
     "phi3": Phi3,
     "gpt_oss": GptOss,
@@ -383,11 +425,11 @@ BRIDGES: dict[str, type[Described]] = {
 """Families that are converted, by `model_type`."""
 
 MISSING = {
-    "gemma2": "it has soft caps of scores and logits",
-    "gemma3_text": "it has four norms in a layer",
-    "deepseek_v2": "it judges a group of experts by its best one, and megatron-core by several",
+    "gemma": "GELU gates",
+    "gemma2": "soft caps of scores and logits, four norms in a layer and GELU gates",
+    "gemma3_text": "four norms in a layer, two rotary bases and GELU gates",
 }
-"""Why others are not, by `model_type`."""
+"""What Megatron-LM has no flags for in other families, by `model_type`."""
 
 
 def bridge_of(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -402,7 +444,7 @@ def bridge_of(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """
     kind = config.model_type
     if kind not in BRIDGES:
-        lacks = f" ({MISSING[kind]})" if kind in MISSING else ""
+        lacks = f" (Megatron-LM has no flags for {MISSING[kind]})" if kind in MISSING else ""
         raise ValueError(
             f"the model is of the family {kind}, which is not converted{lacks}: only these are: "
             f"{', '.join(BRIDGES)}"

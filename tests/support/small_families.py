@@ -60,6 +60,11 @@ _LATENTS = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+_LATENT_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0},
+    **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.8},
+    "original_max_position_embeddings": 4096,
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 24}),
     "llama, scaled": ("LlamaConfig", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
@@ -109,18 +114,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeConfig",
         _GROUPS | {"head_dim": 16, "use_qk_norm": False, "attention_bias": False},
     ),
-    "deepseek_v3": ("DeepseekV3Config", _GROUPS | _LATENTS),
-    "deepseek_v3, yarn": (
-        "DeepseekV3Config",
+    "deepseek_v2": (
+        "DeepseekV2Config",
         _GROUPS
         | _LATENTS
         | {
-            "rope_parameters": {
-                **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0},
-                **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.8},
-                "original_max_position_embeddings": 4096,
-            },
+            **{"topk_method": "group_limited_greedy", "num_experts_per_tok": 2},
+            "norm_topk_prob": False,
         },
+    ),
+    "deepseek_v2, greedy": (
+        "DeepseekV2Config",
+        _GROUPS
+        | _LATENTS
+        | {"topk_method": "greedy", "norm_topk_prob": False, "rope_parameters": _LATENT_YARN},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", _GROUPS | _LATENTS),
+    "deepseek_v3, yarn": (
+        "DeepseekV3Config",
+        _GROUPS | _LATENTS | {"rope_parameters": _LATENT_YARN},
     ),
 }
 """Cases by name: class of the configuration, and what differs from all others' sizes."""

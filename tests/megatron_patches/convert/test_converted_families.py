@@ -150,7 +150,8 @@ def test_flags_of_either_version_of_the_library(tmp_path: Path, scaling: str) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, r"gemma2, which is not converted \(it has soft"),
+        ({"model_type": "gemma2"}, r"gemma2, .* not converted \(Megatron-LM has no flags for soft"),
+        ({"model_type": "gemma3_text"}, "no flags for four norms in a layer, two rotary bases"),
         ({"model_type": "opt"}, "opt, which is not converted: only these are: llama"),
         ({"attention_bias": True}, "attention_bias in config.json is True: .* only .* with False"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "of type 'dynamic'"),
@@ -196,6 +197,11 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
 
 
 MIXED = {
+    "deepseek_v2": (
+        ({"q_lora_rank": None}, "q_lora_rank in config.json is null"),
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok 4 and topk_group 2 in config.json"),
+        ({"topk_method": "noaux_tc"}, "topk_method in config.json is 'noaux_tc'"),
+    ),
     "deepseek_v3": (
         ({"q_lora_rank": None}, "q_lora_rank in config.json is null"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok in config.json is 1"),

@@ -12,13 +12,13 @@ import pytest
 
 from support.forks import ROOT
 from support.pretraining import LOSS, run_command
-from support.small_families import save_family
+from support.small_families import CONFIGS, save_family
 from support.whole_runs import write_documents
 
 RUN = """
     --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant
     --split 100,0,0 --log-interval 1 --eval-iters 0 --seq-length 256 --max-position-embeddings 512
-    --train-iters 5 --finetune --distca --distca-max-document-length 512
+    --train-iters 20 --finetune --distca --distca-max-document-length 512
 """.split()
 
 
@@ -35,8 +35,15 @@ def distca(*arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
-def test_five_steps_from_a_converted_model(tmp_path: Path, family: str) -> None:
+FAMILIES = [name for name in CONFIGS if "," not in name]
+SHORT = ("qwen3", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [each if each in SHORT else pytest.param(each, marks=pytest.mark.full) for each in FAMILIES],
+)
+def test_twenty_steps_from_a_converted_model(tmp_path: Path, family: str) -> None:
     from safetensors.torch import load_file
 
     save_family(family, tmp_path / "model")
@@ -51,7 +58,7 @@ def test_five_steps_from_a_converted_model(tmp_path: Path, family: str) -> None:
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--save", str(save)]
     output = run_command(2, [*flags, "--tokenizer-model", str(start / "tokenizer")])
     losses = [float(loss) for _, loss in LOSS.findall(output)]
-    assert len(losses) == 5
+    assert len(losses) == 20
     # The first of a model with random weights, on documents with a structure.
     assert losses[0] > 5
     assert losses[-1] < losses[0] - 1
