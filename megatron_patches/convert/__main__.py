@@ -56,7 +56,9 @@ def convert(given: Namespace, told: Callable[[str], None]) -> str:
             f"by {found.spread:.2g}"
         )
         if not found.equal:
-            raise ValueError(f"{folder} and {checkpoint} are not the same model: {said}")
+            raise ValueError(
+                f"{folder} and {checkpoint} are not the same model: {said}; {found.cause}"
+            )
         lines.append(said)
     return "\n".join(lines)
 

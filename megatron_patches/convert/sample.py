@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distca.checkpoints.stored_weights import abbreviated
 from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import build_tokenizer
 from megatron_patches.convert.model import model_logits
+from megatron_patches.convert.weights import by_their_names, pad_vocabulary
+from megatron_patches.families.bridges import bridge_of
 from megatron_patches.parts import load_weights
 
 TOLERANCE = 1e-4
@@ -26,11 +29,13 @@ class Compared:
         tokens: number of tokens of the sample.
         difference: greatest difference of two logits.
         spread: standard deviation of transformers' logits.
+        cause: what else differs, where the logits do; else empty.
     """
 
     tokens: int
     difference: float
     spread: float
+    cause: str = ""
 
     @property
     def equal(self) -> bool:
@@ -85,9 +90,44 @@ def compare_on_sample(
             weight.fill_(float("nan"))
         load_weights(model, args, checkpoint)
         found = model_logits(model.float(), tokens)[:, :vocabulary].float().cpu()
-        # As wide as the checkpoint's weights, and then computed in float32, too.
-        reference = source.load(args.params_dtype).float().eval()
-        wanted = reference(torch.tensor([tokens])).logits[0]
+        wanted = _logits(source, args, tokens)
+    compared = Compared(len(tokens), _difference(found, wanted), float(wanted.std()))
+    if compared.equal:
+        return compared
+    if names := _different_weights(model, source, args):
+        return replace(compared, cause=f"different weights: {abbreviated(names)}")
+    # Weights are equal, so that one of the two computes otherwise.
+    ours = model_logits(model, tokens)[:, :vocabulary].float().cpu()
+    with torch.no_grad():
+        theirs = _logits(source, args, tokens)
+    again = _difference(ours, found), _difference(theirs, wanted)
+    return replace(
+        compared,
+        cause="all weights are equal; computed once more, Megatron's logits differ by "
+        f"{again[0]:.1e} from its first ones, transformers' by {again[1]:.1e}",
+    )
+
+
+def _logits(source: Checkpoint, args: Namespace, tokens: list[int]) -> torch.Tensor:
+    """Returns transformers' logits, `[tokens, vocabulary]`."""
+    # As wide as the checkpoint's weights, and then computed in float32, too.
+    reference = source.load(args.params_dtype).float().eval()
+    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     # NaN is no difference at all to max().
-    difference = (found - wanted).abs().nan_to_num(torch.inf).max()
-    return Compared(len(tokens), float(difference), float(wanted.std()))
+    return float((found - wanted).abs().nan_to_num(torch.inf).max())
+
+
+def _different_weights(model: Any, source: Checkpoint, args: Namespace) -> list[str]:
+    """Returns names of the weights that the two have not in common to the bit."""
+    bridge = bridge_of(source.config, args.params_dtype)
+    pad_vocabulary(bridge, args)
+    with source.opened(args.params_dtype) as tensors:
+        return [
+            name
+            for name, weight in by_their_names(model, bridge)
+            if not torch.equal(weight, tensors[name][:].to(weight))
+        ]

@@ -256,8 +256,9 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         to_megatron(tmp_path, tmp_path / "checkpoint", bf16=True)
 
 
-def compared(folder: Path, other: Path, work: Path) -> tuple[bool, bool, float]:
-    """Whether a model, and another one, have the logits of the first one's checkpoint."""
+def compared(folder: Path, other: Path, work: Path) -> tuple[Any, Any, Any]:
+    """Logits of a model, and of another one, beside those of the first one's checkpoint; then of a
+    model that computes otherwise."""
     from megatron_patches.convert.sample import compare_on_sample
     from megatron_patches.convert.to_megatron import to_megatron
     from support.ranks import forget_megatron
@@ -265,8 +266,11 @@ def compared(folder: Path, other: Path, work: Path) -> tuple[bool, bool, float]:
     _, model, args = to_megatron(folder, work, bf16=True)
     same = compare_on_sample("5,3,300,17", folder, work, model, args)
     different = compare_on_sample("5,3,300,17", other, work, model, args)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.softmax_scale *= 2
+    otherwise = compare_on_sample("5,3,300,17", folder, work, model, args)
     forget_megatron()
-    return same.equal, different.equal, different.difference
+    return same, different, otherwise
 
 
 def test_other_logits_are_seen(process, tmp_path: Path) -> None:
@@ -279,10 +283,13 @@ def test_other_logits_are_seen(process, tmp_path: Path) -> None:
     weights["model.layers.1.self_attn.k_norm.weight"] *= 1.1
     save_file(weights, tmp_path / "other" / "model.safetensors", {"format": "pt"})
     job = process.submit(compared, tmp_path / "model", tmp_path / "other", tmp_path / "checkpoint")
-    same, different, difference = job.result(timeout=200)
-    assert same
-    assert not different
-    assert difference > 1e-3
+    same, different, otherwise = job.result(timeout=200)
+    assert same.equal, same.cause
+    assert not different.equal
+    assert different.difference > 1e-3
+    assert different.cause == "different weights: model.layers.1.self_attn.k_norm.weight"
+    assert not otherwise.equal
+    assert otherwise.cause.startswith("all weights are equal; computed once more, Megatron's")
 
 
 def test_samples(tmp_path: Path) -> None:
