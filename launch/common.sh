@@ -227,6 +227,8 @@ choose_model() {
         --position-embedding-type rope --rotary-base "$rotary"
         --attention-dropout 0 --hidden-dropout 0 "${more[@]}"
     )
+    # Its folder says what the model is.
+    [ -z "$(value_of --from-hf '' "${flags[@]}")" ] || model_flags=()
 }
 
 # How a run trains, whatever its sizes. The user's own flags come after these and win.

@@ -9,6 +9,7 @@
 # --port PORT      where the processes meet; default: a free one
 # --dry-run        print the command, run nothing
 #
+# With --from-hf FOLDER the model is that of the folder, and --model says nothing.
 # Tensor parallelism is 4, or as much of that as divides the processes.
 # All other flags are pretrain_gpt.py's, and win over those set here.
 set -euo pipefail

@@ -25,6 +25,7 @@ from megatron_patches.loop.checkpoint_folder import (
     latest_iteration,
 )
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
+from megatron_patches.loop.from_hugging_face import with_model_flags
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 from megatron_patches.loop.run import checked
 from megatron_patches.megatron_lm import add_our_arguments, build_stage
@@ -65,7 +66,7 @@ def parse_args(argv: Sequence[str], rank: int = 0, world_size: int = 1) -> Names
         parser.error = functools.partial(_raise, parser)  # type: ignore[method-assign]
         # It is called without a command line, and would take that of the process.
         parser.parse_args = functools.partial(  # type: ignore[method-assign,assignment]
-            parser.parse_args, list(argv)
+            parser.parse_args, with_model_flags(parser, argv)
         )
         return parser
 

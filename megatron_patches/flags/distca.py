@@ -288,6 +288,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Function of (args, split) that returns the documents of train, valid and test, "
         "instead of --data-path. Also applies without --distca.",
     )
+    group.add_argument(
+        "--from-hf",
+        default=None,
+        metavar="FOLDER",
+        help="Start from a model of Hugging Face: its config.json sets the flags of the "
+        "architecture, its tokenizer is the run's, and its weights are converted once to "
+        "FOLDER.megatron-bfloat16 (or -float32), unless --load has a checkpoint. Also applies "
+        "without --distca.",
+    )
     # Arguments without a flag, which a checkpoint notes (`batches/resuming.py`).
     parser.set_defaults(train_stream_start=0, valid_stream_start=0, iteration=0)
     return parser
@@ -297,8 +306,9 @@ APPLY_WITHOUT_DISTCA = (
     "--distca-max-document-length",
     "--distca-whole-documents",
     "--distca-documents",
+    "--from-hf",
 )
-"""Flags about documents, which our script follows in plain Megatron, too."""
+"""Flags about documents and the model, which our script follows in plain Megatron, too."""
 
 
 def given_in_vain(args: Namespace, documents: str | None = None) -> list[str]:

@@ -14,7 +14,7 @@ import logging
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megatron_patches.flags.distca import APPLY_WITHOUT_DISTCA, given_in_vain
 from megatron_patches.flags.memory import machine_memory
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.finite import check_weights
+from megatron_patches.loop.from_hugging_face import set_first_weights, with_model_flags
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, leave_out_repetitions
 from megatron_patches.loop.run import (
@@ -55,8 +56,13 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: LoopRun) -> Callable[.
         escape_percent_signs(parser)
         parse, parse_known, refuse = parser.parse_args, parser.parse_known_args, parser.error
 
-        def parse_known_args(*given: Any, **named: Any) -> Any:
-            arguments, others = parse_known(*given, **named)
+        def parse_known_args(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+            argv = sys.argv[1:] if args is None else args
+            try:
+                argv = with_model_flags(parser, argv)
+            except ValueError as problem:
+                refuse_in_a_line(parser, run.environment, str(problem))
+            arguments, others = parse_known(argv, namespace)
             run.parsed(arguments, False)
             return arguments, others
 
@@ -98,6 +104,8 @@ def check_arguments(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., A
 
             # Megatron-LM opens them before the process group exists.
             check_boards(args)
+            # In which no rank may be as late as this takes.
+            set_first_weights(args, run.environment)
         except ValueError as error:
             exit_with_message(str(error), args.rank)
         if args.async_save:

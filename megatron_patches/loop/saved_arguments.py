@@ -10,7 +10,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 # Flags that give a checkpoint's tensors their names and shapes.
-_MODEL: tuple[str, ...] = (
+MODEL_FLAGS: tuple[str, ...] = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -49,7 +49,7 @@ _OPTIMIZER: tuple[str, ...] = (
     "decoupled_lr",
 )
 # Flags that change what the same weights compute.
-_FUNCTION: tuple[str, ...] = (
+FUNCTION_FLAGS: tuple[str, ...] = (
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
@@ -120,7 +120,7 @@ def check_model(saved: Namespace, args: Namespace, path: str) -> None:
     Raises:
         ValueError: a flag that gives tensors their names and shapes differs.
     """
-    names = _MODEL
+    names = MODEL_FLAGS
     if "learnable" in {getattr(each, "softmax_type", None) for each in (saved, args)}:
         # Learnable sinks are weights.
         names = (*names, "softmax_type")
@@ -133,7 +133,7 @@ def check_model(saved: Namespace, args: Namespace, path: str) -> None:
         _check_optimizer(saved, args, path)
     if args.rank:
         return
-    names = _FUNCTION if args.finetune else (*_FUNCTION, *_DATA)
+    names = FUNCTION_FLAGS if args.finetune else (*FUNCTION_FLAGS, *_DATA)
     if different := _differences(names, saved, args):
         logger.warning(
             "%s was trained with %s: this run goes on with its own flags", path, different
@@ -153,7 +153,7 @@ def model_differences(saved: Namespace, args: Namespace) -> str:
         saved: flags of the run that made a checkpoint.
         args: flags of a model that is to be the same.
     """
-    names = [name for name in (*_MODEL, *_FUNCTION) if name != "vocab_size"]
+    names = [name for name in (*MODEL_FLAGS, *FUNCTION_FLAGS) if name != "vocab_size"]
     return _differences(names, saved, args)
 
 

@@ -322,6 +322,13 @@ def test_baselines_share_documents_in_groups(nodes: int, more: str, size: int) -
     assert setting.data_parallel_size % size == 0
 
 
+def test_the_folder_of_a_model_says_what_it_is() -> None:
+    done = launch("local.sh", "--dry-run", "--from-hf", "folder", "--data-path", "a")
+    assert "--from-hf folder" in done.stdout
+    assert "--num-layers" not in done.stdout
+    assert "--num-layers 32" in launch("local.sh", "--dry-run", "--data-path", "a").stdout
+
+
 def test_one_machine_is_for_the_small_model() -> None:
     done = launch("local.sh", "--dry-run", "--model=llama-70b", "--data-path", "a", "--save", "s")
     assert done.returncode == 2
