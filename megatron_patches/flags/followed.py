@@ -31,7 +31,7 @@ PASSED_ON = {
         mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim
         mup-attn-scale-power multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim
         qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim
-        fp32-residual-connection hidden-dropout attention-dropout
+        fp32-residual-connection hidden-dropout attention-dropout spec
     """,
     "Initialization and random numbers": """
         seed data-parallel-random-init init-method-std embedding-init-method-std

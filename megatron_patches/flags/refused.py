@@ -64,7 +64,7 @@ REFUSED = (
     Refused(
         "other layers than those of the two specs",
         """
-            spec yaml-cfg use-legacy-models qk-l2-norm use-kitchen-attention use-te-activation-func
+            yaml-cfg use-legacy-models qk-l2-norm use-kitchen-attention use-te-activation-func
             use-transformer-engine-op-fuser use-grouped-gemm-for-dense-mlp mla-down-proj-fusion
         """,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
@@ -34,6 +36,7 @@ from megatron_patches.model.core_attention import (
 )
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
 from megatron_patches.model.experts import share_auxiliary_losses
+from megatron_patches.model.given_layers import block_of, given_spec, replace_core_attention
 from megatron_patches.model.latent_attention import (
     average_gradients_of_query_norms,
     rotate_layers_by_position_ids,
@@ -99,6 +102,7 @@ def build_model(
                 (sizes.head_dim, sizes.v_head_dim),
                 transformer.multi_latent_attention,
             ),
+            args.spec,
         ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -182,7 +186,11 @@ def _core_attention(
 
 
 def _block_spec(
-    transformer: TransformerConfig, layers: str, vp_stage: int | None, core_attention: Any | None
+    transformer: TransformerConfig,
+    layers: str,
+    vp_stage: int | None,
+    core_attention: Any | None,
+    given: Sequence[str] | None,
 ) -> Any:
     """Returns the spec of a stage's layers.
 
@@ -191,8 +199,15 @@ def _block_spec(
         layers: local or transformer_engine.
         vp_stage: number of the virtual stage; None: there are none.
         core_attention: core attention of the layers; None: the spec's own.
+        given: value of `--spec`; None: the layers are Megatron's.
     """
     uses_te, latents = layers == "transformer_engine", transformer.multi_latent_attention
+    if given is not None:
+        found = given_spec(given)
+        if core_attention is not None:
+            replace_core_attention(found, core_attention)
+        norm = LayerNormImpl if uses_te else SequenceParallelNorm
+        return block_of(found, get_num_layers_to_build(transformer, vp_stage), norm)
     if transformer.num_moe_experts:
         # Some layers may have experts, and others none.
         block = get_gpt_decoder_block_spec(
