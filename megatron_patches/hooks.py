@@ -221,6 +221,12 @@ LOOP = (
     ),
     Hook(
         _TRAINING,
+        "dummy_train_step",
+        "ours skips a global batch of our data",
+        megatron_hooks.skip_global_batch,
+    ),
+    Hook(
+        _TRAINING,
         "cyclic_iter",
         "ours leaves our iterators as they are, which are endless and know their ticks",
         megatron_hooks.unless_endless,

@@ -304,6 +304,12 @@ class PlannedIterator(Iterator[TickInput]):
             return tick
         return replace(tick, micro_batch=tick.micro_batch.to(self.device, self._fused_rotary))
 
+    def skip_global_batch(self) -> None:
+        """Takes the ticks of a global batch, and leaves them; the next one must be its first."""
+        first = next(self)
+        for _ in first.schedule.ticks[1:]:
+            next(self)
+
     def take_figures(self) -> dict[str, float]:
         """Returns figures of the global batch of the last tick, by their names on boards.
 

@@ -71,7 +71,7 @@ RANGES = {
         make-vocab-size-divisible-by vocab-size padded-vocab-size q-lora-rank kv-lora-rank
         qk-head-dim qk-pos-emb-head-dim v-head-dim mup-base-hidden-size
         micro-batch-size global-batch-size eval-micro-batch-size eval-global-batch-size
-        train-iters seq-length
+        train-iters iterations-to-skip seq-length
         encoder-seq-length eval-interval gpu-sniff-test-interval
         check-weight-hash-across-dp-replicas-interval
         num-experts moe-ffn-hidden-size moe-router-topk moe-router-num-groups

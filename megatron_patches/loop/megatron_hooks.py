@@ -40,7 +40,11 @@ from megatron_patches.loop.run import (
 )
 from megatron_patches.mcore_fixes import escape_percent_signs
 from megatron_patches.model.latent_attention import softmax_scale
-from megatron_patches.pipeline.data_iterators import DataIterators, FullValidationIterator
+from megatron_patches.pipeline.data_iterators import (
+    DataIterators,
+    FullValidationIterator,
+    unwrap,
+)
 from megatron_patches.pipeline.processes import Processes, join
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 
@@ -168,7 +172,8 @@ def _serve(run: LoopRun, args: Namespace, processes: Processes) -> NoReturn:
         run.progress.iteration = complete.iteration
         return data
 
-    serve(build, args.params_dtype, softmax_scale(args), run.progress)
+    skipped = frozenset(args.iterations_to_skip)
+    serve(build, args.params_dtype, softmax_scale(args), run.progress, skipped)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0)
@@ -218,6 +223,25 @@ def go_on_in_data(theirs: Callable[..., None], run: LoopRun) -> Callable[..., No
         run.config = go_on_from(vars(saved), run.config, get_args())
 
     return check_checkpoint_args
+
+
+def skip_global_batch(theirs: Callable[..., None], run: LoopRun) -> Callable[..., None]:
+    """Leaves out a global batch of our data, which have no tensors by name."""
+
+    @functools.wraps(theirs)
+    def dummy_train_step(data_iterator: Any) -> None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if run.config.enabled:
+            # The first one has the ticks of all model chunks.
+            unwrap(iterators[0]).skip_global_batch()
+            return
+        for iterator in iterators:
+            for _ in range(get_num_microbatches()):
+                next(iterator)
+
+    return dummy_train_step
 
 
 def unless_endless(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., Any]:

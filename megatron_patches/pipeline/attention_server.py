@@ -7,7 +7,7 @@ each global batch the first rank tells it which split the batch is of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ def serve(
     dtype: torch.dtype,
     softmax_scale: float,
     progress: Progress,
+    skipped: Collection[int] = (),
 ) -> None:
     """Runs a dedicated process, which serves instead of training. Collective with the whole job.
 
@@ -31,6 +32,7 @@ def serve(
         dtype: type of the activations.
         softmax_scale: factor of the scores.
         progress: notes how far this process is; its iteration is the last one before this run's.
+        skipped: iterations that are left out, of which nobody tells this process.
     """
     data = build_data()
     control = data.control
@@ -41,6 +43,9 @@ def serve(
         if number is None:
             break
         if number == TRAIN:
+            while progress.iteration + 1 in skipped:
+                unwrap(data.train).skip_global_batch()
+                progress.iteration += 1
             progress.begin(progress.iteration + 1)
         else:
             progress.enter("evaluation")
