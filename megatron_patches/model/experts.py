@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_patches.versions import AUXILIARY_LOSS_COUNTS_ITS_GROUP
@@ -37,6 +38,23 @@ def share_auxiliary_losses(model: GPTModel, rows: int, replicas: int) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter):
             _share(module, group, rows, replicas)
+
+
+def let_experts_add_biases(model: GPTModel) -> None:
+    """Lets local layers train experts with biases.
+
+    megatron-core adds them in place, which autograd refuses where the output is what a reduction
+    over one rank has passed on as it was.
+    """
+    for module in model.modules():
+        if isinstance(module, SequentialMLP) and module.config.add_bias_linear:
+            for expert in module.local_experts:
+                expert.linear_fc2.register_forward_hook(_of_its_own)
+
+
+def _of_its_own(module: Any, given: Any, found: tuple[torch.Tensor, Any]) -> Any:
+    output, bias = found
+    return output.clone(), bias
 
 
 def _share(router: Any, group: torch.distributed.ProcessGroup, rows: int, replicas: int) -> None:

@@ -35,7 +35,7 @@ from megatron_patches.model.core_attention import (
     PackedCoreAttention,
 )
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
-from megatron_patches.model.experts import share_auxiliary_losses
+from megatron_patches.model.experts import let_experts_add_biases, share_auxiliary_losses
 from megatron_patches.model.given_layers import block_of, given_spec, replace_core_attention
 from megatron_patches.model.latent_attention import (
     average_gradients_of_query_norms,
@@ -130,6 +130,8 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
             average_gradients_of_query_norms(model)
         elif args.position_embedding_type in ("rope", "yarn"):
             rotate_by_position_ids(model)
+    if args.transformer_impl == "local":
+        let_experts_add_biases(model)
     if config.enabled:
         for layer in model.decoder.layers:
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
