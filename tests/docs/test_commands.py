@@ -97,7 +97,7 @@ NOT_RUN = {
     r"distca simulate --model deepseek-v3-like .*": "takes a minute; llama-8b is run",
     r"distca simulate rollouts.*": "takes minutes; test_simulate_rollouts.py has a small job",
     r"(CUDA_VISIBLE_DEVICES=0,1,2,3 )?distca prefill .*": "test_prefill_storm.py has a model",
-    r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
+    r"(python -m )?distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",
     r"python benchmarks/kernels/launches\.py .*": "reads history; test_launch_counts.py has one",
     r"python benchmarks/training/(throughput|more_ranks|rollouts)\.py.*": "takes minutes",
