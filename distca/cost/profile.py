@@ -151,16 +151,16 @@ class Profile:
             raise ValueError(f"{path} does not exist: make a profile with `distca profile`")
         try:
             saved = json.loads(Path(path).read_text())
-            if saved.pop("format", None) != FORMAT:
+            if not isinstance(saved, dict) or saved.pop("format", None) != FORMAT:
                 raise ValueError(f'it lacks "format": {FORMAT}')
             return Profile(
                 tuple(map(operator.index, saved["lengths"])),
-                tuple(tuple(row) for row in saved["full_seconds"]),
-                tuple(tuple(row) for row in saved["diagonal_seconds"]),
+                _table(saved["full_seconds"]),
+                _table(saved["diagonal_seconds"]),
                 AttentionShape(**saved["shape"]),
                 dict(saved["provenance"]),
                 *(
-                    None if saved.get(name) is None else tuple(tuple(row) for row in saved[name])
+                    None if saved.get(name) is None else _table(saved[name])
                     for name in ("backward_full_seconds", "backward_diagonal_seconds")
                 ),
             )
@@ -171,6 +171,13 @@ class Profile:
             raise ValueError(
                 f"{path} is no usable profile ({error}): make one with `distca profile`"
             ) from error
+
+
+def _table(rows: object) -> tuple[tuple[float, ...], ...]:
+    """Returns a table of times as a file has it."""
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError("its times are no lists of rows")
+    return tuple(tuple(row) for row in rows)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,17 @@ def documents_cross_windows(config: DistcaConfig, args: Namespace) -> bool:
     return config.pool_size is not None and longest is not None and longest > window
 
 
+def warn_of_cuts(config: DistcaConfig, args: Namespace) -> None:
+    """Warns if documents may be longer than what they are cut at: a window, or those of a chain."""
+    longest, attended = max_document_tokens(config, args), _attended(config, args)
+    if longest > attended and not documents_cross_windows(config, args):
+        logger.warning(
+            "documents of up to %d tokens are cut where windows of %d tokens end: give "
+            "--distca-pool-size, whose windows they may cross, or a larger --seq-length",
+            *(longest, attended),
+        )
+
+
 def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
     """Checks that no window cuts a document that must stay whole.
 
@@ -66,8 +77,10 @@ def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
         attended = attended // config.chain * shortest
     if attended % pack == 0 and first % pack == 0:
         return
+    crosses = documents_cross_windows(config, args)
+    windows = "global batches of multiples" if crosses else "windows"
     raise ValueError(
-        f"documents stay whole in packs of {pack} tokens, which windows of {attended} tokens"
+        f"documents stay whole in packs of {pack} tokens, which {windows} of {attended} tokens"
         + (f" from token {first} of the data on" if first else "")
         + " would cut: give --distca-max-document-length "
         + ("a divisor of both" if first else f"{attended}, or a divisor of it")

@@ -12,7 +12,7 @@ import torch
 from distca.schedule import GlobalBatchPlanner, PlannerProcess
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.planned import PlannedReader
-from megatron_patches.batches.resuming import documents_cross_windows
+from megatron_patches.batches.resuming import documents_cross_windows, warn_of_cuts
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickMaker
 from megatron_patches.flags.batch_sizes import BatchSizes
@@ -69,6 +69,8 @@ class PlannedData:
             device: device of the model.
             processes: processes of a job with dedicated servers; None: there are none.
         """
+        if windows.data_parallel_rank == args.rank == 0:
+            warn_of_cuts(config, args)
         sizes = ParallelSizes.from_args(args, config.head_parallel)
         batches = BatchSizes.from_args(args)
         servers = find_servers(config, sizes, device, processes)

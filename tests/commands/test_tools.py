@@ -169,6 +169,8 @@ def test_a_profile_survives_its_file(tmp_path) -> None:
         lambda saved: saved.update(lengths=[64, 64, 128, 256]),
         lambda saved: saved["full_seconds"][0].pop(),
         lambda saved: saved["diagonal_seconds"][1].__setitem__(1, -1.0),
+        lambda saved: saved["full_seconds"].__setitem__(0, 1.0),
+        lambda saved: saved.update(backward_full_seconds=[[1.0]]),
     ],
 )
 def test_a_corrupt_profile_is_refused(tmp_path, damage) -> None:

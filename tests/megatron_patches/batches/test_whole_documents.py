@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from megatron_patches.batches.blends import SPLITS, Blend, check_blends
 from megatron_patches.batches.custom_dataset import name_of
 from megatron_patches.batches.dataset_factory import check_documents, open_source
 from megatron_patches.batches.padding import fill_packs, padding_lengths
-from megatron_patches.batches.resuming import check_packs, max_document_tokens
+from megatron_patches.batches.resuming import check_packs, max_document_tokens, warn_of_cuts
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig, DocumentsConfig
 
@@ -133,6 +134,21 @@ def whole(
 ) -> DistcaConfig:
     own = DocumentsConfig(max_length, whole=True, function=function or name_of(documents))
     return DistcaConfig(enabled, own, chain=chain)
+
+
+def test_documents_that_windows_cut_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A window has 256 tokens. Pools alone let documents cross it."""
+    own = DocumentsConfig(300, function=name_of(documents))
+    for config, warned in (
+        (DistcaConfig(True, own), True),
+        (DistcaConfig(True, own, chain=2), False),
+        (DistcaConfig(True, own, pool_size=1), False),
+        (DistcaConfig(True, replace(own, max_length=256)), False),
+        (DistcaConfig(True, replace(own, max_length=None)), False),
+    ):
+        caplog.clear()
+        warn_of_cuts(config, arguments())
+        assert ("of up to 300 tokens are cut where windows of 256 tokens" in caplog.text) == warned
 
 
 def test_packs_are_what_attends_together() -> None:
