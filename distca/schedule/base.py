@@ -240,6 +240,27 @@ def relative_loads(loads: Floats, speeds: Floats) -> Floats:
     return loads / speeds / ideal if ideal else np.ones(len(loads))
 
 
+def level_load(load: float, speeds: Floats, busy: Floats | None = None) -> float:
+    """Returns the time in which all servers are done if the load is shared as well as it can be.
+
+    Args:
+        load: load that can be shared, at speed 1.
+        speeds: speed of each server, `[servers]`.
+        busy: time in which each server does something else, `[servers]`; None: none does. A server
+            that is busy for longer takes none of the load.
+    """
+    if busy is None:
+        return load / float(speeds.sum())
+    level, total, taken = 0.0, load, 0.0
+    for server in np.argsort(busy, kind="stable").tolist():
+        if taken and total / taken <= busy[server]:
+            break
+        total += float(speeds[server] * busy[server])
+        taken += float(speeds[server])
+        level = total / taken
+    return level
+
+
 def tasks_at_home(placement: Placement, mask: Mask) -> Tasks:
     """Makes one task of each run of a rank's tokens, on this rank, over all keys that they see.
 

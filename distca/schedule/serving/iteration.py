@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.cost.kernel_time import CostModel
 from distca.plan import Mask, Placement
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
+from distca.schedule.serving.balanced import BalancedTiles
 from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
 from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
 from distca.schedule.serving.scheduled import ScheduledTokens
@@ -50,6 +52,9 @@ def rows_on_ranks(
     if world_size == 1:
         return ends[:, None]
     table = np.zeros((len(feeds), world_size), dtype=np.int64)
+    if not ends.any():
+        # As what a mask without a window hides.
+        return table
     for rows, feed, end in zip(table, feeds, ends.tolist(), strict=True):
         full, rest = divmod(end, block_size)
         rows += np.bincount(feed.ranks[:full], minlength=world_size) * block_size
@@ -81,16 +86,17 @@ def plan_iteration(
     members: set[int] = set()
     new_tokens = np.zeros(world_size, dtype=np.int64)
     prefill = decode = None
-    if chunked:
-        prefill = _plan_prefill(chunked, masks, block_size, world_size, strategy, head_groups)
-        members |= prefill.members()
-        new_tokens += prefill.new.tokens_per_rank()
     if decoded:
         decode = _plan_decode(decoded, masks, block_size, world_size)
         members |= {*decode.owners.tolist()}
         for mask in masks:
             members |= {*np.flatnonzero(decode.away(mask).any(axis=0)).tolist()}
         new_tokens += np.bincount(decode.owners, minlength=world_size)
+    if chunked:
+        how = strategy, head_groups
+        prefill = _plan_prefill(chunked, masks, block_size, world_size, *how, decode)
+        members |= prefill.members()
+        new_tokens += prefill.new.tokens_per_rank()
     return BatchPlan(prefill, decode, new_tokens, frozenset(members))
 
 
@@ -101,6 +107,7 @@ def _plan_prefill(
     world_size: int,
     strategy: PrefillStrategy,
     head_groups: int,
+    decode: DecodeBatch | None,
 ) -> PrefillBatch:
     held = _owned([(feed, 0, feed.start) for feed in feeds], block_size, world_size)
     new = _owned(
@@ -108,12 +115,16 @@ def _plan_prefill(
         block_size,
         world_size,
     )
-
-    if not isinstance(strategy, str) and len({*held.rank.tolist(), *new.rank.tolist()}) == 1:
+    busy = None
+    if isinstance(strategy, BalancedTiles):
+        cost_model = strategy.config.cost_model
+        if decode is not None and cost_model is not None:
+            busy = {mask: decode_seconds(decode, mask, cost_model) for mask in masks}
+    elif not isinstance(strategy, str) and len({*held.rank.tolist(), *new.rank.tolist()}) == 1:
         # Nothing travels: short requests do not wait for a choice.
         strategy = "pass-kv"
     dense = np.array([feed.dense for feed in feeds])
-    plans = plan_layers(held, new, masks, strategy, dense, head_groups)
+    plans = plan_layers(held, new, masks, strategy, dense, head_groups, busy)
     starts = np.array([feed.start for feed in feeds], dtype=np.int64)
     before = rows_on_ranks(feeds, starts, block_size, world_size)
     return PrefillBatch(tuple(feed.sequence for feed in feeds), plans, new, before)
@@ -134,6 +145,17 @@ def _plan_decode(
         rows(positions),
         {mask: rows(mask.first_key(positions)) for mask in masks},
     )
+
+
+def decode_seconds(decode: DecodeBatch, mask: Mask, cost_model: CostModel) -> Floats:
+    """Predicts the seconds in which each rank attends to keys of decoded tokens, in a layer of a
+    mask, float64 `[ranks]`."""
+    seen = decode.rows - decode.hidden[mask]
+    keys = seen[seen > 0]
+    seconds = np.zeros(seen.shape)
+    seconds[seen > 0] = cost_model.seconds(np.ones_like(keys), keys, keys)
+    of_ranks: Floats = seconds.sum(axis=0)
+    return of_ranks
 
 
 def _owned(

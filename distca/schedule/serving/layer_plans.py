@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distca.plan import Mask, Placement, SteppedPlan
-from distca.plan.span import Bools
+from distca.plan.span import Bools, Floats
+from distca.schedule.serving.balanced import BalancedTiles
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.selection import Selector
 from distca.schedule.serving.steps import Strategy, step_plan
 
-PrefillStrategy = Strategy | Selector | NearToFar
-"""What travels in prefills, or who chooses it, or how keys travel from near to far."""
+PrefillStrategy = Strategy | Selector | NearToFar | BalancedTiles
+"""What travels in prefills, or who chooses it, or how keys travel from near to far, or how ranks
+share the attention of prompts that each of them has."""
 
 _FULL = Mask()
 
@@ -41,6 +43,7 @@ def plan_layers(
     strategy: PrefillStrategy,
     dense: Bools | None = None,
     head_groups: int = 1,
+    busy: Mapping[Mask, Floats] | None = None,
 ) -> LayerPlans:
     """Plans the layers of a prefill.
 
@@ -51,7 +54,12 @@ def plan_layers(
         strategy: what travels.
         dense: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
         head_groups: groups that heads are scattered in, if they are.
+        busy: seconds in which each rank computes attention of decoded tokens, in layers of each
+            mask, `[ranks]`; None: there are none.
     """
+    if isinstance(strategy, BalancedTiles):
+        waits = busy or {}
+        return LayerPlans({mask: strategy.plan(held, new, mask, waits.get(mask)) for mask in masks})
     if isinstance(strategy, NearToFar):
         plans = {mask: strategy.plan(held, new, mask) for mask in masks}
         full = plans.get(_FULL)

@@ -26,6 +26,8 @@ class SchedulerConfig:
             as a chain does not leave them.
         growing: how each long sequence is given ranks of its own; None: it has all ranks.
         prefix_caching: whether full blocks are kept for sequences that come later.
+        equal_shares: whether the short sequences of a rank are fed at most an equal share of an
+            iteration's tokens, and new ones go to the rank with least left to compute.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -40,6 +42,7 @@ class SchedulerConfig:
     evens_out: bool = False
     growing: GrowingGroups | None = None
     prefix_caching: bool = True
+    equal_shares: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -51,5 +54,10 @@ class SchedulerConfig:
         if self.growing is not None and (self.chain is not None or self.evens_out):
             raise ValueError(
                 "groups that grow share out prompts themselves: leave the chain, the levels and "
+                "evening out"
+            )
+        if self.equal_shares and (self.growing is not None or self.evens_out):
+            raise ValueError(
+                "ranks that have equal shares keep their own prompts: leave groups that grow and "
                 "evening out"
             )

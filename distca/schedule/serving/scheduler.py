@@ -14,6 +14,7 @@ The rank that owns a block computes its tokens. Blocks of a short sequence lie o
 *home*, which computes it alone. Each chunk's blocks of a long one are shared out in zigzag, and
 decoded ones in stripes. An answer may make a short sequence long. A chain cuts a chunk between
 blocks, so that others find them. With growing groups a long sequence has more and more own ranks.
+With equal shares each home is fed as many tokens as the others (`home_shares.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.blocks import PrefixCache, SequenceBlocks, extend_digests
 from distca.schedule.serving.growing_groups import GroupGiver, grown
+from distca.schedule.serving.home_shares import HomeShares
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer, Mover, join_moves
 from distca.schedule.serving.request import Request
@@ -170,6 +172,9 @@ class Scheduler:
         feeds: list[ScheduledTokens] = []
         preempted: list[int] = []
         moves = self._moves()
+        shares = None
+        if self._limits.equal_shares:
+            shares = HomeShares(self._cache, self._computing, self._limits, self._running)
         left, scored = self._limits.max_num_batched_tokens, MOST_SCORED
         number = 0
         while number < len(self._running) and left:
@@ -177,6 +182,8 @@ class Scheduler:
             # Every sequence after this one gets a token at least.
             others = len(self._running) - number - 1
             count = min(self._next_tokens(each), max(left - others, 1))
+            if shares is not None:
+                count = min(count, shares.most(each))
             if each.scored:
                 count = min(count, scored)
                 scored -= count
@@ -192,6 +199,8 @@ class Scheduler:
                 if victim is each:
                     break
             else:
+                if shares is not None:
+                    shares.feed(each, count)
                 feeds.append(self._feed(each, count, admitted=False))
                 left -= count
                 number += 1
@@ -203,6 +212,8 @@ class Scheduler:
             if self._groups is not None:
                 self._groups.give(each, self._running)
             count = min(self._next_tokens(each), left)
+            if shares is not None:
+                count = min(count, shares.admit(each))
             if each.scored:
                 count = min(count, scored)
                 scored -= count
@@ -217,8 +228,11 @@ class Scheduler:
             self._running.append(each)
             self.looked_up += len(each.tokens)
             self.found += each.computed
-            homes = [other.home for other in self._running if other is not each]
-            each.home = self._owners.home(each, homes)
+            if shares is None:
+                homes = [other.home for other in self._running if other is not each]
+                each.home = self._owners.home(each, homes)
+            else:
+                shares.admitted(each, count)
             feeds.append(self._feed(each, count, admitted=True))
             left -= count
         self._preempted += preempted

@@ -41,8 +41,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.plan import Plan, Tasks
-from distca.plan.span import Floats, order_by
-from distca.schedule.base import ScheduleConfig, task_loads
+from distca.plan.span import Floats, Int64s, order_by
+from distca.schedule.base import ScheduleConfig, level_load, task_loads
 
 _TASKS = 3
 """Number of a giver's tasks that are considered for a move, those with the largest loads."""
@@ -53,7 +53,7 @@ _HOLDERS = 3
 _MARGIN = 0.005
 """Part of the limit by which givers are brought below it, to allow for rounding to blocks."""
 _ROUNDING = 1e-9
-"""Allowance for the rounding of prices."""
+"""Allowance for the rounding of prices and of pairs."""
 _MOVES_PER_SERVER = 30
 """Most moves for each server, in case moving does not end by itself."""
 
@@ -95,6 +95,8 @@ def balance(
     config: ScheduleConfig,
     traffic: Floats,
     buffered: Floats,
+    busy: Floats | None = None,
+    pools: Int64s | None = None,
 ) -> Tasks:
     """Moves tiles until no server is above `(1 + tolerance)` times its target, or none helps.
 
@@ -103,8 +105,12 @@ def balance(
         config: tolerance, cost model, shape, links and bounds.
         traffic: seconds that each rank's link is busy with these tasks, `[ranks]`.
         buffered: bytes that each server receives to compute them, `[ranks]`.
+        busy: seconds in which each server computes something else, which cannot move, `[ranks]`;
+            None: none does.
+        pools: number of each server's pool, from 0 on, int64 `[ranks]`: tiles move inside a pool
+            alone, and each has a target of its own. None: there is one.
     """
-    return _Mover(plan, config, traffic, buffered).run()
+    return _Mover(plan, config, traffic, buffered, busy, pools).run()
 
 
 class _Mover:
@@ -114,6 +120,8 @@ class _Mover:
         config: ScheduleConfig,
         traffic: Floats,
         buffered: Floats,
+        busy: Floats | None,
+        pools: Int64s | None,
     ) -> None:
         self._plan, self._config = plan, config
         tasks, mask = plan.tasks, plan.mask
@@ -126,12 +134,23 @@ class _Mover:
         servers = plan.world_size
         speeds = config.speeds_of(servers)
         loads = np.bincount(tasks.server, weights=self._all_loads, minlength=servers) / speeds
-        self._loads: list[float] = loads.tolist()
-        # The servers, the emptiest first; of equal ones those with lower numbers.
-        self._by_load = sorted((load, server) for server, load in enumerate(self._loads))
+        self._busy: list[float] = [0.0] * servers if busy is None else busy.tolist()
+        self._loads: list[float] = (loads if busy is None else loads + busy).tolist()
         self._speeds: list[float] = speeds.tolist()
-        self._target = float(self._all_loads.sum()) / float(speeds.sum())
-        self._limit = self._target * (1 + config.tolerance)
+        self._pool: list[int] = [0] * servers if pools is None else pools.tolist()
+        self._pools = max(self._pool) + 1
+        # The servers of each pool, the emptiest first; of equal ones those with lower numbers.
+        self._by_load: list[list[tuple[float, int]]] = [[] for _ in range(self._pools)]
+        for load, server in sorted((load, server) for server, load in enumerate(self._loads)):
+            self._by_load[self._pool[server]].append((load, server))
+        self._targets = [level_load(float(self._all_loads.sum()), speeds, busy)]
+        if pools is not None:
+            waits, shared = np.zeros(servers) if busy is None else busy, loads * speeds
+            self._targets = [
+                level_load(float(shared[each].sum()), speeds[each], waits[each])
+                for each in (pools == pool for pool in range(self._pools))
+            ]
+        self._limits = [target * (1 + config.tolerance) for target in self._targets]
         self._least = config.least_rows()
         self._least_pairs = float(self._least**2)
         self._traffic: list[float] = traffic.tolist()
@@ -144,7 +163,7 @@ class _Mover:
         self._held: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
     def run(self) -> Tasks:
-        givers = [(-load, n) for n, load in enumerate(self._loads) if load > self._limit]
+        givers = [(-load, n) for n, load in enumerate(self._loads) if load > self._limit(n)]
         if givers:
             self._index_documents()
         heapq.heapify(givers)
@@ -153,9 +172,12 @@ class _Mover:
             _, server = heapq.heappop(givers)
             if self._give(server):
                 moves += 1
-                if self._loads[server] > self._limit:
+                if self._loads[server] > self._limit(server):
                     heapq.heappush(givers, (-self._loads[server], server))
         return self._result()
+
+    def _limit(self, server: int) -> float:
+        return self._limits[self._pool[server]]
 
     def _index_documents(self) -> None:
         """Indexes who holds keys of a document, but for its parent's: its owners, and the servers
@@ -226,7 +248,8 @@ class _Mover:
         mine = self._tasks_of(server)
         loads = [task.load for task in mine]
         heaviest = sorted(range(len(mine)), key=loads.__getitem__, reverse=True)[:_TASKS]
-        emptiest = [server for _, server in self._by_load[:_RECIPIENTS]]
+        pool = self._pool[server]
+        emptiest = [server for _, server in self._by_load[pool][:_RECIPIENTS]]
         best: _Tile | None = None
         for number in heaviest:
             task = mine[number]
@@ -234,7 +257,7 @@ class _Mover:
             if min(rows, keys) < self._least or task.load <= 0:
                 continue
             held = self._holders(task.document)
-            for recipient in dict.fromkeys([*self._emptiest_of(held), *emptiest]):
+            for recipient in dict.fromkeys([*self._emptiest_of(held, pool), *emptiest]):
                 if recipient != server:
                     spans = held.get(recipient, ())
                     best = self._best_of(best, server, number, task, recipient, spans)
@@ -243,12 +266,15 @@ class _Mover:
         self._move(server, best)
         return True
 
-    def _emptiest_of(self, servers: Collection[int]) -> list[int]:
-        """Returns the servers with least load of some, in the order of all."""
-        if len(servers) ** 2 < _HOLDERS * len(self._by_load):
+    def _emptiest_of(self, servers: Collection[int], pool: int) -> list[int]:
+        """Returns the servers with least load of some, in the order of all of a pool."""
+        if self._pools > 1:
+            servers = [server for server in servers if self._pool[server] == pool]
+        by_load = self._by_load[pool]
+        if len(servers) ** 2 < _HOLDERS * len(by_load):
             return [server for _, server in sorted((self._loads[s], s) for s in servers)[:_HOLDERS]]
         # If they are many, the first ones come soon.
-        return list(islice((s for _, s in self._by_load if s in servers), _HOLDERS))
+        return list(islice((s for _, s in by_load if s in servers), _HOLDERS))
 
     def _best_of(
         self,
@@ -269,10 +295,12 @@ class _Mover:
             recipient: server that would get them.
             spans: ranges of the document's keys that the recipient has.
         """
-        free = (self._target - self._loads[recipient]) * self._speeds[recipient]
+        free = self._targets[self._pool[recipient]] - self._loads[recipient]
+        free *= self._speeds[recipient]
         if free * task.pairs < task.load * self._least_pairs:
             return best
-        surplus = (self._loads[server] - self._limit * (1 - _MARGIN)) * self._speeds[server]
+        surplus = self._loads[server] - self._limit(server) * (1 - _MARGIN)
+        surplus *= self._speeds[server]
         most = free * task.pairs / task.load
         pairs = max(min(surplus * task.pairs / task.load, most), self._least_pairs)
         low, high = 0, 0
@@ -295,7 +323,7 @@ class _Mover:
         if not has_all and per_byte * least_bytes < limit:
             choices.append((self._travelling(task, pairs), False))
         for span, is_held in choices:
-            if span is not None and span.pairs <= most:
+            if span is not None and span.pairs <= most * (1 + _ROUNDING):
                 tile = self._priced(server, number, task, recipient, span, is_held, pairs, per_byte)
                 if best is None or tile.price < best.price:
                     best = tile
@@ -403,9 +431,11 @@ class _Mover:
         theirs = self._tasks_of(recipient)
         theirs.append(new[0])
         for place, tasks in ((server, mine), (recipient, theirs)):
-            self._by_load.pop(bisect_left(self._by_load, (self._loads[place], place)))
-            self._loads[place] = sum([t.load for t in tasks]) / self._speeds[place]
-            insort(self._by_load, (self._loads[place], place))
+            by_load = self._by_load[self._pool[place]]
+            by_load.pop(bisect_left(by_load, (self._loads[place], place)))
+            load = sum([t.load for t in tasks]) / self._speeds[place]
+            self._loads[place] = load + self._busy[place]
+            insort(by_load, (self._loads[place], place))
         self._hold(task.document, recipient, span.kv_start, span.kv_end)
         rows = task.q_end - span.q_cut
         moved = rows * self._q_bytes + tile.kv_rows * self._kv_bytes

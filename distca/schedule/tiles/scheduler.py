@@ -41,11 +41,12 @@ import numpy as np
 
 from distca.cost.volume import PlanBytes, plan_bytes
 from distca.plan import Mask, Placement, Plan, place_in_turn
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 from distca.schedule.base import (
     BufferBoundError,
     ScheduleConfig,
     document_loads,
+    level_load,
     relative_loads,
     server_loads,
     shared_prefixes,
@@ -263,9 +264,20 @@ def _different(placements: Sequence[Placement]) -> list[Placement]:
     return list(found.values())
 
 
-def move_tiles(plan: Plan, config: ScheduleConfig) -> Plan:
-    """Moves tiles from servers above the tolerance to others, if there are any."""
-    if _imbalance(plan, config) <= 1 + config.tolerance:
+def move_tiles(
+    plan: Plan, config: ScheduleConfig, busy: Floats | None = None, pools: Int64s | None = None
+) -> Plan:
+    """Moves tiles from servers above the tolerance to others, if there are any.
+
+    Args:
+        plan: a valid plan.
+        config: configuration of the scheduler.
+        busy: seconds in which each server computes something else, which cannot move, `[ranks]`;
+            None: none does.
+        pools: number of each server's pool, from 0 on, int64 `[ranks]`: tiles move inside a pool
+            alone. None: there is one.
+    """
+    if pools is None and _imbalance(plan, config, busy) <= 1 + config.tolerance:
         return plan
     moved = plan_bytes(plan, config.shape)
     tasks = balance(
@@ -273,12 +285,18 @@ def move_tiles(plan: Plan, config: ScheduleConfig) -> Plan:
         config,
         config.links.busy_seconds(moved.forward()),
         moved.messages["dispatch"].received().astype(np.float64),
+        busy,
+        pools,
     )
     return replace(plan, tasks=tasks)
 
 
-def _imbalance(plan: Plan, config: ScheduleConfig) -> float:
+def _imbalance(plan: Plan, config: ScheduleConfig, busy: Floats | None = None) -> float:
     """Returns the busiest server's time over the time if all were busy equally long."""
     servers = plan.world_size
     loads = server_loads(plan.tasks, plan.mask, servers, config.cost_model)
-    return float(relative_loads(loads, config.speeds_of(servers)).max())
+    speeds = config.speeds_of(servers)
+    if busy is None:
+        return float(relative_loads(loads, speeds).max())
+    level = level_load(float(loads.sum()), speeds, busy)
+    return float((loads / speeds + busy).max()) / level if level else 1.0
