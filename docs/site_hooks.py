@@ -28,7 +28,7 @@ LIBRARY = {
     ),
     "Inference": (
         "distca.inference.llm.LLM",
-        "distca.inference.llm.configure",
+        "distca.inference.defaults.configure",
         "distca.inference.models.read_model",
         "distca.inference.sampling.SamplingParams",
         "distca.inference.sampling.Penalties",

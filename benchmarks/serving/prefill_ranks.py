@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.serving.ring_prefill import save_model
-from distca.inference.llm import configure
+from distca.inference.defaults import configure
 from distca.inference.models import ServedModel, read_model
 from distca.machine import cpu_name
 from distca.prefill.client import OnRows, PrefillClient

@@ -36,6 +36,7 @@ from benchmarks.links.slow_link import answer, read_answer
 from benchmarks.serving.http_servers import VOCABULARY, write_model
 from distca.inference import llm, worker
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
+from distca.inference.defaults import configure
 from distca.inference.engine import Engine
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
@@ -70,7 +71,7 @@ def draw(count: int, seed: int) -> list[list[int]]:
 def distca(folder: str, count: int, length: int) -> Answers:
     """Our engine."""
     model = read_model(folder, torch.float32)
-    ours = llm.LLM(llm.configure(model, cache_bytes=1 << 28, max_num_seqs=count))
+    ours = llm.LLM(configure(model, cache_bytes=1 << 28, max_num_seqs=count))
 
     def ask(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         found = ours.generate(prompts, SamplingParams(max_tokens=length))

@@ -13,6 +13,7 @@ from distca.cost.model_config import CONFIG, read_model_size
 from distca.cost.model_sizes import MODELS, Experts, Latents, ModelSize
 from distca.plan import BLOCK
 from distca.schedule.serving import SELECTORS, STRATEGIES
+from distca.schedule.serving.balanced import NAME as TILES
 from distca.schedule.serving.partitions import Shares, check_shares, even_shares
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
 
@@ -115,7 +116,11 @@ def add_charge_flags(parser: Parser) -> None:
 
 
 def add_selection_flags(
-    group: Group, default: str, partitions: str, splits_weights: bool = True
+    group: Group,
+    default: str,
+    partitions: str,
+    splits_weights: bool = True,
+    many_prompts: bool = False,
 ) -> None:
     """Adds the flags of the strategy, and of who chooses it.
 
@@ -124,10 +129,15 @@ def add_selection_flags(
         default: strategy without a flag.
         partitions: what else than shares `--partition` may be.
         splits_weights: whether the command's processes can split the weights.
+        many_prompts: whether the command computes several prompts together.
     """
     sp_tp = (
         "; sp-tp: rows, between processes that split the weights (--tensor-parallel-size alone, "
         "where auto chooses sp-ntp or sp-tp)"
+    )
+    tiles = (
+        "; tiles: for many prompts of unequal lengths, each stays on one rank (data-parallel "
+        "attention), and tiles of attention go from ranks with long prompts to others"
     )
     group.add_argument(
         "--prefill-strategy",
@@ -135,13 +145,14 @@ def add_selection_flags(
             *(*STRATEGIES, "auto", RUNAHEAD, "sp-ntp"),
             *(["sp-tp"] if splits_weights else []),
             *("csps", "all-gather"),
+            *([TILES] if many_prompts else []),
         ),
         default=default,
         help="What travels between ranks in a prefill. pass-kv: keys and values; pass-q: queries "
         "and their outputs; auto: chooses one of these for each prefill; runahead: keys and "
         "values, down a chain of ranks; csps: keys and values, from near to far, some far ones "
         f"dropped; sp-ntp: heads{sp_tp * splits_weights}; all-gather: all keys and values to all "
-        "ranks, a baseline.",
+        f"ranks, a baseline{tiles * many_prompts}.",
     )
     add_partition_flag(group, partitions)
     group.add_argument(

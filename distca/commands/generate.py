@@ -31,6 +31,7 @@ from distca.commands.served_layouts import served_split
 from distca.commands.served_sparsity import add_sparsity_flags, refuse_check
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.schedule.serving import STRATEGIES
+from distca.schedule.serving.balanced import BalancedTiles
 from distca.timeline import write_trace
 from distca.wording import counted
 
@@ -72,7 +73,8 @@ def build_parser() -> Parser:
         metavar="T",
         help="Processes that split each layer of a rank.",
     )
-    add_selection_flags(how, "auto", "searched, a table that `distca tune partitions` wrote")
+    tables = "searched, a table that `distca tune partitions` wrote"
+    add_selection_flags(how, "auto", tables, many_prompts=True)
     add_sparsity_flags(how)
     add_calibration_flags(how)
     add_machine_flags(how)
@@ -103,8 +105,9 @@ def build_parser() -> Parser:
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="Most tokens of an iteration; longer prompts are computed in chunks. Default: the "
-        "longest prompt's, at least 2048.",
+        help="Most tokens of an iteration; longer prompts are computed in chunks. With tiles each "
+        "rank has an equal share of them. Default: the longest prompt's, at least 2048, with tiles "
+        "for each rank.",
     )
     how.add_argument(
         "--kv-cache-memory-bytes",
@@ -183,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
         read_conversations,
         read_prompt_ids,
     )
-    from distca.inference.llm import configure
+    from distca.inference.defaults import configure
     from distca.inference.models import DTYPES, load_tokenizer, read_model
     from distca.inference.pool_size import DEFAULT_BYTES, bytes_needed, check_room, check_stripe
     from distca.inference.rank_processes import RankError, RankProcesses
@@ -213,11 +216,14 @@ def main(argv: Sequence[str]) -> int:
     ranks = args.context_parallel_size
     chain = served_owners(args, model, strategy, known)
     tell_of_lengths("generate", chain, args.partition, known)
+    # Ranks that keep their own prompts are fed equal shares of an iteration.
+    whole = isinstance(strategy, BalancedTiles)
+    longest = max(2048, *work.lengths) * (ranks if whole else 1)
     cache_bytes = args.kv_cache_memory_bytes
     if cache_bytes is None:
         # Later turns may be as long as the model can read.
         lengths = known or [model.positions] * len(work.lengths)
-        cache_bytes = bytes_needed(model, lengths, most, ranks, size, chain)
+        cache_bytes = bytes_needed(model, lengths, most, ranks, size, chain, whole=whole)
         cache_bytes = cache_bytes if known else min(cache_bytes, DEFAULT_BYTES)
     holding = ranks + args.attention_servers
     check_room(model, max(work.lengths), most, holding, size, cache_bytes)
@@ -234,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
         stripe=args.cp_kv_cache_interleave_size,
         cache_bytes=cache_bytes,
         max_num_seqs=min(args.max_num_seqs, len(work)),
-        max_num_batched_tokens=args.max_num_batched_tokens or max(2048, *work.lengths),
+        max_num_batched_tokens=args.max_num_batched_tokens or longest,
         evens_out=args.even_out,
         enforce_eager=args.enforce_eager,
         keeps_logits=args.check,

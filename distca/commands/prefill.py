@@ -98,9 +98,9 @@ def build_parser() -> Parser:
     ranks.add_argument(
         "--context-parallel-threshold",
         type=int,
-        default=0,
         metavar="N",
-        help="Fewest tokens of a prompt that several ranks share; shorter ones stay on one rank.",
+        help="Fewest tokens of a prompt that several ranks share; shorter ones stay on one rank. "
+        "Default: 0, or with tiles none is shared.",
     )
     ranks.add_argument(
         "--max-restarts",
@@ -110,7 +110,7 @@ def build_parser() -> Parser:
         help="Most restarts of the ranks after a failure. Default: 1000.",
     )
     tables = "searched, a table that `distca tune partitions` wrote"
-    add_selection_flags(ranks, "auto", tables, splits_weights=False)
+    add_selection_flags(ranks, "auto", tables, splits_weights=False, many_prompts=True)
     add_sparsity_flags(ranks)
     add_calibration_flags(ranks)
     add_machine_flags(ranks)
@@ -130,7 +130,8 @@ def build_parser() -> Parser:
         type=int,
         default=8192,
         metavar="N",
-        help="Most tokens of an iteration; longer prompts are computed in chunks. Default: 8192.",
+        help="Most tokens of an iteration; longer prompts are computed in chunks. With tiles each "
+        "rank has an equal share of them. Default: 8192.",
     )
     add_timeout_flag(engine, 60.0, "after which the ranks restart")
     engine.add_argument(
@@ -232,7 +233,7 @@ def _configuration(args: argparse.Namespace) -> tuple[ServedModel, str, EngineCo
     import torch
 
     from distca.attention.choice import check_block_size, default_block_size
-    from distca.inference.llm import configure
+    from distca.inference.defaults import configure
     from distca.inference.pool_size import blocks_in
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.commands.described import Group
+from distca.schedule.serving.balanced import NAME as TILES
 from distca.schedule.serving.cdsp import ImprovementRates, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 
@@ -82,9 +83,12 @@ def served_groups(args: argparse.Namespace, model: ServedModel) -> GrowingGroups
                 raise ValueError(f"{flag} {value} needs --rank-groups, such as --rank-groups cdsp")
         return None
     if args.prefill_strategy not in _STRATEGIES:
+        does = "leaves each prompt on one rank"
+        if args.prefill_strategy != TILES:
+            does = "shares each prompt among all ranks"
         raise ValueError(
-            f"--prefill-strategy {args.prefill_strategy} shares each prompt among all ranks, and "
-            f"--rank-groups {args.rank_groups} does not: give one of {', '.join(_STRATEGIES)}"
+            f"--prefill-strategy {args.prefill_strategy} {does}, and --rank-groups "
+            f"{args.rank_groups} does not: give one of {', '.join(_STRATEGIES)}"
         )
     if getattr(args, "even_out", False):
         raise ValueError(f"--even-out has no meaning with --rank-groups {args.rank_groups}")

@@ -12,6 +12,7 @@ from distca.commands.described import RUNAHEAD
 from distca.commands.served_chain import served_chain
 from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import near_to_far
+from distca.schedule.serving.balanced import NAME as TILES
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.steps import Strategy
@@ -43,12 +44,19 @@ def served_strategy(
         return near
     if args.prefill_strategy in (RUNAHEAD, SP_TP):
         return "pass-kv"
-    if args.prefill_strategy != "auto":
+    if args.prefill_strategy not in ("auto", TILES):
         return cast(Strategy, args.prefill_strategy)
     from distca.inference.machine import machine_of
 
     machine = machine_of(args.profile, args.node_gb_per_s)
     ranks += getattr(args, "attention_servers", 0)
+    if args.prefill_strategy == TILES:
+        if getattr(args, "even_out", False):
+            raise ValueError(
+                f"--prefill-strategy {TILES} leaves each prompt on one rank, and --even-out moves "
+                "its blocks to others: leave one out"
+            )
+        return machine.tiles(model.shape, ranks)
     # What a choice takes must not be much of a small chunk.
     return machine.selector(args.selector, model.shape, ranks, hurried=len(model.windows))
 

@@ -220,7 +220,7 @@ def _search_measured(
 ) -> Described:
     """Searches lengths on ranks, and saves after each partition that they have run."""
     from distca.attention.choice import default_block_size
-    from distca.inference.llm import configure
+    from distca.inference.defaults import configure
     from distca.inference.measured_chain import MeasuredChain
     from distca.inference.pool_size import bytes_needed
     from distca.inference.rank_processes import RankProcesses

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(args)
     args.dtype = served_dtype(args.dtype)
     from distca.attention.choice import default_block_size
-    from distca.inference.llm import configure
+    from distca.inference.defaults import configure
     from distca.inference.machine import hardware
     from distca.inference.models import DTYPES, read_model
     from distca.inference.pool_size import bytes_needed

@@ -64,9 +64,9 @@ Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the 
 
 Others:
 
-* `config.py` is the engine's configuration; `messages.py` has what engines and workers say;
-  `outputs.py` has answers; `pool_size.py` says how many blocks prompts need, `profiled_room.py` how
-  many a GPU has room for;
+* `config.py` is the engine's configuration, and `defaults.py` makes one; `messages.py` has what
+  engines and workers say; `outputs.py` has answers; `pool_size.py` says how many blocks prompts
+  need, `profiled_room.py` how many a GPU has room for;
 * `runnable.py` is what the runner needs of a model. `models.py` and `transformers_model.py` load
   those of transformers, `distca/vllm/model.py` those of vLLM;
 * `tensor_parallel.py` and `sequence_parallel.py` split weights and rows; `cuda_graphs.py` and
@@ -86,13 +86,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from distca.inference.llm import LLM, configure
+    from distca.inference.defaults import configure
+    from distca.inference.llm import LLM
     from distca.inference.models import read_model
     from distca.inference.sampling import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "configure", "read_model"]
 
-_MODULES = {"LLM": "llm", "SamplingParams": "sampling", "configure": "llm", "read_model": "models"}
+_MODULES = {
+    "LLM": "llm",
+    "SamplingParams": "sampling",
+    "configure": "defaults",
+    "read_model": "models",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from distca.inference.transports import TransportName
+from distca.schedule.serving.balanced import BalancedTiles
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy
@@ -119,6 +120,11 @@ class EngineConfig:
         """
         parallel = self.parallel
         return parallel.transport in (None, "gloo", "nccl") or parallel.world_size == 1
+
+    @property
+    def shares_attention(self) -> bool:
+        """Whether any rank may compute attention of prompts of which it holds no keys."""
+        return isinstance(self.parallel.strategy, BalancedTiles)
 
     @property
     def moves_blocks(self) -> bool:

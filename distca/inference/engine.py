@@ -161,9 +161,12 @@ class Engine:
         return outputs, failed
 
     def _members(self, batch: SchedulerOutput) -> Collection[int]:
-        """Processes that have a part in an iteration: those that hold keys of what is fed."""
+        """Processes that may have a part in an iteration: those that hold keys of what is fed, or
+        all where prompts' attention is shared out."""
         config = self._config
         if batch.moves or not config.members_only or config.parallel.world_size == 1:
+            return range(config.processes)
+        if config.shares_attention and any(f.count > 1 or not f.start for f in batch.feeds):
             return range(config.processes)
         blocks = np.bincount(np.concatenate([feed.ranks for feed in batch.feeds]))
         ranks = np.flatnonzero(blocks).tolist()

@@ -13,7 +13,9 @@ from distca.cost.link import Links
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.inference.models import ServedModel, model_size
+from distca.schedule.base import ScheduleConfig
 from distca.schedule.serving import PaperRule, Selector, SelectorName
+from distca.schedule.serving.balanced import BalancedTiles
 from distca.simulate import CLUSTERS, Cluster
 from distca.simulate.serving import InferenceCosts, SimulatedSelector
 
@@ -33,6 +35,9 @@ CPUS = Cluster(
     multiprocessors=1,
     source="processes of one core each, as benchmarks/results/simulator.md has them",
 )
+
+TOLERANCE = 0.05
+"""Part of the mean by which a rank's attention may exceed it where ranks share prompts' tiles."""
 
 
 def hardware() -> str:
@@ -129,3 +134,20 @@ class Machine:
         links = Links(ranks, rates.node_gb_per_s, rates.network_gb_per_s)
         selector = SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
         return selector if hurried is None else replace(selector, layers=hurried, quick=rule)
+
+    def tiles(self, shape: AttentionShape, ranks: int) -> BalancedTiles:
+        """Makes the strategy by which ranks share the attention of prompts that each of them has.
+
+        Args:
+            shape: heads of a rank.
+            ranks: ranks that compute attention.
+
+        Raises:
+            ValueError: the profile was measured for other heads.
+        """
+        self._check_profile(shape)
+        rates = self.rates
+        cost_model = self.profile or rates.inference_cost(shape)
+        links = Links(ranks, rates.node_gb_per_s, rates.network_gb_per_s)
+        config = ScheduleConfig(TOLERANCE, shape, cost_model, links=links)
+        return BalancedTiles(config, rates.node_latency + rates.launch_seconds)

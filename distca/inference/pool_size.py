@@ -43,6 +43,7 @@ def bytes_needed(
     ranks: int,
     block_size: int,
     chain: Chain | Levels | None = None,
+    whole: bool = False,
 ) -> int:
     """Returns the bytes of each rank in which all prompts and their answers have room together.
 
@@ -53,15 +54,20 @@ def bytes_needed(
         ranks: ranks that share each prompt.
         block_size: tokens of a block.
         chain: who shares out prompts; None: in zigzag.
+        whole: whether each prompt lies on one rank, with its answer; else all ranks share it.
     """
     blocks = 0
-    for length in lengths:
-        prompt, whole = -(-length // block_size), -(-(length + max_tokens - 1) // block_size)
+    every = [-(-(length + max_tokens - 1) // block_size) for length in lengths]
+    if whole:
+        # The rank that has least gets the next one.
+        return (-(-sum(every) // ranks) + max(every)) * bytes_of_block(model, block_size)
+    for length, all_blocks in zip(lengths, every, strict=True):
+        prompt = -(-length // block_size)
         most = -(-prompt // ranks)
         if chain is not None:
             most = int(np.bincount(chain.owners(prompt, 0, length)).max())
         # Decoded blocks go round, beginning anywhere.
-        blocks += most + -(-(whole - prompt) // ranks)
+        blocks += most + -(-(all_blocks - prompt) // ranks)
     return blocks * bytes_of_block(model, block_size)
 
 

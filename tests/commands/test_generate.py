@@ -111,6 +111,24 @@ def test_blocks_move_through_memory_that_ranks_share(command, model: str, tmp_pa
     assert "12 of 12 tokens the same: equal" in out
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_tiles_of_many_prompts(command, model: str, tmp_path: Path, size: int) -> None:
+    """Long and short ones, which no rank shares; the attention of the long one moves."""
+    ids, lengths = tmp_path / "ids.json", (2000, 1, 40, 333, 17)
+    prompts = [[(n * n + length) % 97 for n in range(length)] for length in lengths]
+    ids.write_text(json.dumps(prompts))
+    flags = f"--context-parallel-size {size} --prefill-strategy tiles --max-tokens 4".split()
+    flags += ["--node-gb-per-s", "50"]
+    out = command.run(model, "--prompt-ids", str(ids), *flags, "--check")
+    assert f"20 tokens on {size} ranks, " in out
+    assert "20 of 20 tokens the same: equal" in out
+    answers = json.loads(command.run(model, "--prompt-ids", str(ids), *flags, "--json"))
+    assert [each["bytes_moved"] > 0 for each in answers] == [True, *[False] * 4]
+    ids.write_text(json.dumps([[7] * 30, [8] * 50]))
+    answers = json.loads(command.run(model, "--prompt-ids", str(ids), *flags, "--json"))
+    assert [each["bytes_moved"] for each in answers] == [0, 0]
+
+
 def test_attention_servers_have_room_for_prompts(command, model: str, tmp_path: Path) -> None:
     """That the ranks with weights have not."""
     ids = tmp_path / "ids.json"

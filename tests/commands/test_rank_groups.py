@@ -104,6 +104,11 @@ def test_flags_say_how_groups_grow(model: str, tmp_path: Path) -> None:
             "--rank-groups cdsp --prefill-times {times} --prefill-strategy runahead",
             "--prefill-strategy runahead shares each prompt among all ranks",
         ),
+        (
+            "--rank-groups cdsp --prefill-times {times} --prefill-strategy tiles",
+            "--prefill-strategy tiles leaves each prompt on one rank, and --rank-groups cdsp does",
+        ),
+        ("--prefill-strategy tiles --even-out", "and --even-out moves its blocks to others"),
         ("--rank-groups cdsp --prefill-times {times} --even-out", "--even-out has no meaning"),
         ("--rank-groups cdsp --prefill-times {times} --smallest-chunk 0", "give at least 1"),
         (

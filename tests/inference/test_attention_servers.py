@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from distca.cost.volume import AttentionShape
 from distca.inference.models import read_model
 from distca.inference.sampling import Penalties, SamplingParams
+from support.balanced import eager_tiles
 from support.engines import one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
@@ -23,6 +25,8 @@ from support.small_models import save_small_model
         # Where only servers have room left, sequences still come to their ends.
         ("llama", 3, 2, 6, {"strategy": "pass-q"}),
         ("gemma3_text", 2, 1, 60, {"tensor_parallel_size": 2}),
+        # All ranks share attention; the long prompts' blocks lie on servers, too.
+        ("llama", 3, 1, 60, {"strategy": eager_tiles(AttentionShape(4, 2, 16, 4))}),
     ],
 )
 def test_answers_are_one_processs(

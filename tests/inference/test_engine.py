@@ -20,6 +20,7 @@ from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
+from support.balanced import eager_tiles
 from support.engines import BLOCK, changed, one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
@@ -34,6 +35,9 @@ SLOW_LINKS = Machine.described(False, 0.001, None).selector(
     "simulated", AttentionShape(2, 1, 16, 4), 2
 )
 """Chooses for each iteration what travels, as if anything took long."""
+TILES = eager_tiles(AttentionShape(4, 2, 16, 4))
+OWN_PROMPTS = SchedulerConfig(8, 48, BLOCK, 97, equal_shares=True)
+"""Each rank has its own prompts, and an equal share of an iteration."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,10 @@ def requests() -> list[tuple]:
         ("gemma3_text", 2, 512, 60, {"prefix_caching": False, "transport": "shm"}),
         ("llama", 2, 64, 60, {"tensor_parallel_size": 2, "strategy": SLOW_LINKS}),
         ("llama", 3, 64, 60, {"strategy": "sp-ntp", "head_groups": 4}),
+        ("llama", 3, 48, 7, {"strategy": TILES, "scheduler": OWN_PROMPTS}),
+        ("gemma3_text", 4, 48, 60, {"strategy": TILES, "scheduler": OWN_PROMPTS}),
+        # A long prompt is shared by all ranks, beside short ones that are not.
+        ("llama", 2, 64, 60, {"strategy": TILES, "transport": "shm"}),
         ("llama", 1, 16, 60, {"tensor_parallel_size": 2, "layout": "sp-ntp"}),
         ("gemma3_text", 1, 64, 60, {"tensor_parallel_size": 2, "layout": "sp-tp"}),
     ],

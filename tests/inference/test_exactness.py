@@ -32,6 +32,7 @@ from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import LayerPlans
 from distca.schedule.serving.partitions import Chain, search_partition
 from distca.simulate.serving.prefill_chain import ChainCosts
+from support.balanced import eager_tiles
 from support.generated import Turns, generate_on_a_rank
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
@@ -82,6 +83,8 @@ def check(
     if strategy == "auto":
         machine = Machine.described(False, None, None)
         strategy = machine.selector("simulated", model.shape, world_size)
+    if strategy == "tiles":
+        strategy = eager_tiles(model.shape)
     how = {"strategy": strategy, "stripe": stripe, "split": split} | changes
     results = ranks.run(
         generate_on_a_rank,
@@ -176,6 +179,35 @@ def test_ranks_strategies_and_stripes(
     """Windows on some layers, with a soft cap of scores and with sinks, too."""
     sampling = SamplingParams(max_tokens=64) if full else GREEDY
     check(ranks, models[family], world_size, strategy, stripe, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "tensor_parallel_size"),
+    [
+        *(("llama", 2, 2), ("qwen3", 3, 1), ("gemma2", 2, 1), ("gemma3_text", 4, 1)),
+        *(("gpt_oss", 3, 1), ("qwen3_moe", 4, 1)),
+    ],
+)
+def test_prompts_of_ranks_share_attention_in_tiles(
+    ranks, models, full: bool, family: str, world_size: int, tensor_parallel_size: int
+) -> None:
+    """Windows, soft caps, sinks and experts; prompts of one token, and later turns that begin
+    where others lie."""
+    sampling = SamplingParams(max_tokens=64) if full else GREEDY
+    size = {"tensor_parallel_size": tensor_parallel_size}
+    for chunk in (4096, 48):
+        done = check(
+            *(ranks, models[family], world_size, "tiles"),
+            sampling=sampling,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=32,
+            **size,
+        )
+        assert sum(each.outputs[0].bytes_moved for each in done) > 0
+    short: Turns = [{n: tokens(4 + n, n) for n in range(5)}]
+    strategy = eager_tiles(read_model(models[family], torch.float32).shape, latency=1.0)
+    done = check(ranks, models[family], world_size, strategy, turns=short)
+    assert [each.outputs[0].bytes_moved for each in done] == [0] * 5
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distca.inference.config import CacheConfig, ParallelConfig
-from distca.inference.llm import configure
+from distca.inference.defaults import configure
 from distca.inference.models import read_model
 from support.small_models import save_small_model
 

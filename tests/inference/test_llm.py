@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca.inference.llm import LLM, configure
+from distca.inference.defaults import configure
+from distca.inference.llm import LLM
 from distca.inference.models import read_model
 from distca.inference.outputs import RequestOutput
 from distca.inference.sampling import Penalties, SamplingParams
@@ -325,6 +326,8 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(tmp_path: Path)
         ({"max_num_seqs": 0}, "max_num_seqs=0: give a whole number of at least 1"),
         ({"stripe": -16}, "stripe=-16: give a whole number of at least 1"),
         ({"strategy": "nope"}, "strategy='nope': give one of pass-kv, pass-q, "),
+        ({"strategy": "tiles", "evens_out": True}, "ranks that have equal shares keep their own"),
+        ({"strategy": "tiles", "chain": Chain(1, (1.0,))}, "a chain shares it out: leave one"),
         ({"transport": "nope"}, "transport='nope': give one of gloo, nccl, "),
         ({"cache_bytes": 5}, "cache_bytes=5 is less than a block of 16 tokens, which takes"),
         ({"gpu_utilization": 9}, "gpu_utilization=9: give a part of 1"),

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from distca.inference.defaults import configure
 from distca.inference.engine import Engine
-from distca.inference.llm import configure
 from distca.inference.messages import AddRequest, Iteration, ModelOutput, SampledToken
 from distca.inference.models import ServedModel, read_model
 from distca.inference.pool_size import (
@@ -61,6 +61,29 @@ def test_all_prompts_run_together_in_what_they_need(model, ranks: int, chain: Ch
     assert engine.scheduler.preemptions == 0
     # Of prompt and answer a rank may lack a block each, and a chain's last rank more.
     assert least <= 2 * len(lengths) * (ranks - 1) + (0 if chain is None else 2 * 6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_prompts_that_lie_on_one_rank_have_room_there(model, ranks: int) -> None:
+    lengths, most = [50, 1, 17, 33, 80, 2, 64], 20
+    nbytes = bytes_needed(model, lengths, most, ranks, SIZE, whole=True)
+    config = configure(
+        model,
+        ranks,
+        strategy="tiles",
+        block_size=SIZE,
+        cache_bytes=nbytes,
+        max_num_batched_tokens=80 * ranks,
+    )
+    engine = Engine(config, blocks_in(nbytes, model, SIZE))
+    for number, length in enumerate(lengths):
+        engine.add(AddRequest(number, [1 + number] * length, SamplingParams(max_tokens=most)))
+    while (begun := engine.schedule()) is not None:
+        for feed in begun.batch.feeds:
+            assert len({*feed.ranks.tolist()}) == 1
+        chosen = [SampledToken(feed.sequence, 7, None) for feed in begun.batch.feeds]
+        engine.finish({0: ModelOutput(chosen, 0)})
+    assert engine.scheduler.preemptions == 0
 
 
 def test_a_prompt_without_room_is_refused(model) -> None:

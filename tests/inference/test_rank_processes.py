@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.inference.llm import configure
+from distca.inference.defaults import configure
 from distca.inference.models import read_model
 from distca.inference.pool_size import bytes_of_block
 from distca.inference.rank_processes import RankError, RankProcesses

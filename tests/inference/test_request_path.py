@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import distca.inference
-from distca.inference.llm import LLM, configure
+from distca.inference.defaults import configure
+from distca.inference.llm import LLM
 from distca.inference.models import read_model
 from distca.inference.sampling import SamplingParams
 from support.ranks import Ranks

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.inference.llm import configure
+from distca.cost.volume import AttentionShape
+from distca.inference.defaults import configure
 from distca.inference.models import read_model
 from distca.prefill.client import HandshakeError
 from distca.prefill.facts import disagreement, frequencies_of_vllm, model_facts, model_folder
@@ -20,6 +21,7 @@ from distca.prefill.messages import Join, Left, Prefill, Told, TransferChoice
 from distca.prefill.nixl import NixlError
 from distca.prefill.ranks import PrefillRank
 from distca.schedule.serving.handoff.protocol import Transfer
+from support.balanced import eager_tiles
 from support.prefills import (
     BY_EACH,
     CHUNK,
@@ -55,8 +57,9 @@ def check(reader: Reader, folder: Path, number: int, tokens: list[int], start: i
         (3, {"threshold": 30}),
         (4, {"threshold": 20, "growing": GROWING}),
         (2, {"growing": GROWING, "strategy": "pass-q", "max_num_seqs": 2}),
+        (3, {"strategy": eager_tiles(AttentionShape(4, 2, 16, 4))}),
     ],
-    ids=["one", "pass-kv", "pass-q", "short", "growing", "growing, pass-q"],
+    ids=["one", "pass-kv", "pass-q", "short", "growing", "growing, pass-q", "tiles"],
 )
 def test_rows_equal_transformers_own(
     ranks: Ranks, tmp_path: Path, count: int, changes: dict[str, Any], transfer: str

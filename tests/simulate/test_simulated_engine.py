@@ -30,6 +30,7 @@ from distca.simulate import CLUSTERS
 from distca.simulate.requests import DecodeTimes, FittedCosts, PlannedCosts, SimulatedEngine
 from distca.simulate.serving import InferenceCosts, SteppedCosts
 from distca.simulate.serving.iterations import DecodeCosts, simulate_iteration
+from support.balanced import eager_tiles
 from support.engines import BLOCK, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
@@ -38,6 +39,8 @@ TIMES = PrefillModel(
     "any", "any", {n: Coefficients(5.0 * (n - 1), 1 / n, 0.0, 0.0) for n in (1, 2, 4)}
 )
 GROWING = GrowingGroups(Search(TIMES, smallest_chunk=BLOCK))
+TILES = eager_tiles(AttentionShape(4, 2, 16, 4))
+OWN_PROMPTS = SchedulerConfig(8, 48, BLOCK, 97, equal_shares=True)
 
 
 @dataclass
@@ -140,8 +143,13 @@ def run_on_a_rank(settings: Any, blocks: int) -> tuple[list[Told], int]:
         ("gemma3_text", 2, 32, 9, {"scheduler": SchedulerConfig(8, 32, BLOCK, 0, growing=GROWING)}),
         ("llama", 2, 16, 60, {"scheduler": SchedulerConfig(8, 16, BLOCK, 12, evens_out=True)}),
         ("llama", 2, 32, 60, {"prefix_caching": False}),
+        ("gemma3_text", 3, 48, 60, {"strategy": TILES, "scheduler": OWN_PROMPTS}),
+        ("llama", 3, 48, 7, {"strategy": TILES, "scheduler": OWN_PROMPTS}),
     ],
-    ids=["preempted", "pass-q", "windows", "growing", "growing, preempted", "even", "no cache"],
+    ids=[
+        *("preempted", "pass-q", "windows", "growing", "growing, preempted", "even", "no cache"),
+        *("tiles", "tiles, preempted"),
+    ],
 )
 def test_the_simulated_engine_plans_as_the_real_one(
     ranks: Ranks, tmp_path: Path, family: str, world_size: int, chunk: int, blocks: int, changes

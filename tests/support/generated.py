@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distca.inference.llm import LLM, configure
+from distca.inference.defaults import configure
+from distca.inference.llm import LLM
 from distca.inference.messages import AddRequest
 from distca.inference.models import ServedModel
 from distca.inference.outputs import Completion, RequestOutput

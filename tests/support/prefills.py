@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.inference.llm import configure
+from distca.inference.defaults import configure
 from distca.inference.models import ServedModel, read_model
 from distca.plan.span import Int64s
 from distca.prefill.client import LANDING_BYTES, Ended, PrefillClient

@@ -46,6 +46,7 @@ STRATEGIES = {
     "runahead": ("--prefill-strategy", "runahead", "--partition", "0.6,0.4"),
     "csps": ("--prefill-strategy", "csps", "--ranks-per-node", "1"),
     "sp-ntp": ("--prefill-strategy", "sp-ntp"),
+    "tiles": ("--prefill-strategy", "tiles"),
     "cdsp": ("--rank-groups", "cdsp", "--prefill-times", "times.json"),
 }
 TOOL = {

@@ -12,7 +12,8 @@ from distca.attention.choice import default_block_size
 from distca.commands.verify.apart import run_apart
 from distca.commands.verify.report import REPORT
 from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
-from distca.inference.llm import LLM, configure
+from distca.inference.defaults import configure
+from distca.inference.llm import LLM
 from distca.inference.models import read_model
 from distca.inference.sampling import SamplingParams
 from distca.inference.small_models import VOCABULARY, save_small_model

@@ -10,7 +10,8 @@ from distca.attention.choice import default_block_size
 from distca.commands.verify.stage import SEND, Context, Fault, Found, NotRun
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import SIZES
-from distca.inference.llm import LLM, configure
+from distca.inference.defaults import configure
+from distca.inference.llm import LLM
 from distca.inference.models import ServedModel, read_model
 from distca.inference.pool_size import bytes_of_block
 from distca.inference.sampling import SamplingParams

@@ -9,7 +9,8 @@ from typing import Any
 from distca.attention.choice import default_block_size
 from distca.commands.verify.predictions import NO_PREDICTION, measured_cluster, prefill_seconds
 from distca.commands.verify.stage import Context, Found, NotRun
-from distca.inference.llm import LLM, configure
+from distca.inference.defaults import configure
+from distca.inference.llm import LLM
 from distca.inference.models import model_size, read_model
 from distca.inference.sampling import SamplingParams
 from distca.inference.small_models import VOCABULARY, save_small_model

@@ -100,7 +100,7 @@ def answers_of(
     from distca.attention import torch_cpu
     from distca.commands.served_dtype import served_dtype
     from distca.inference import rank_processes
-    from distca.inference.llm import configure
+    from distca.inference.defaults import configure
     from distca.inference.messages import AddRequest
     from distca.inference.models import DTYPES, read_model
     from distca.inference.sampling import Penalties, SamplingParams
