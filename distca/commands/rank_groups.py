@@ -15,7 +15,6 @@ from distca.schedule.serving.cdsp.growing import GrowingGroups
 
 if TYPE_CHECKING:
     from distca.inference.models import ServedModel
-    from distca.torchrun import Torchrun
 
 ALL = "all"
 """Value of `--rank-groups` by which all ranks share each prompt."""
@@ -71,7 +70,6 @@ def served_groups(args: argparse.Namespace, model: ServedModel) -> GrowingGroups
         ValueError: the flags contradict each other, or the times are of another model or machine.
     """
     from distca.inference.machine import hardware
-    from distca.torchrun import read_torchrun
 
     if args.rank_groups == ALL:
         for flag, value in (
@@ -114,25 +112,28 @@ def served_groups(args: argparse.Namespace, model: ServedModel) -> GrowingGroups
     if args.improvement_rates is not None:
         with _naming("--improvement-rates", args.improvement_rates):
             rates = ImprovementRates.load(args.improvement_rates)
-    launched = read_torchrun()
-    several = launched is not None and launched.machines > 1
     with _naming("--rank-groups", args.rank_groups):
         growing = GrowingGroups(
             Search(times, smallest_chunk=smallest),
             args.rank_groups,
-            _ranks_per_machine(launched, model) if launched is not None and several else None,
+            ranks_per_machine(model),
             rates,
         )
         growing.check(args.context_parallel_size)
     return growing
 
 
-def _ranks_per_machine(launched: Torchrun, model: ServedModel) -> int:
-    """Ranks of a machine.
+def ranks_per_machine(model: ServedModel) -> int | None:
+    """Returns the ranks of a machine, where torchrun's lie on several; None: one machine has all.
 
     Raises:
         ValueError: a rank lies on two machines.
     """
+    from distca.torchrun import read_torchrun
+
+    launched = read_torchrun()
+    if launched is None or launched.machines == 1:
+        return None
     processes, size = launched.local_world_size, model.tensor_parallel_size
     if processes % size:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from distca.commands.chosen_sparsity import chosen_sparsity
 from distca.commands.described import RUNAHEAD
+from distca.commands.rank_groups import ranks_per_machine
 from distca.commands.served_chain import served_chain
 from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import near_to_far
@@ -56,7 +57,7 @@ def served_strategy(
                 f"--prefill-strategy {TILES} leaves each prompt on one rank, and --even-out moves "
                 "its blocks to others: leave one out"
             )
-        return machine.tiles(model.shape, ranks)
+        return machine.tiles(model.shape, ranks, ranks_per_machine(model))
     # What a choice takes must not be much of a small chunk.
     return machine.selector(args.selector, model.shape, ranks, hurried=len(model.windows))
 

@@ -135,12 +135,15 @@ class Machine:
         selector = SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
         return selector if hurried is None else replace(selector, layers=hurried, quick=rule)
 
-    def tiles(self, shape: AttentionShape, ranks: int) -> BalancedTiles:
+    def tiles(
+        self, shape: AttentionShape, ranks: int, ranks_per_node: int | None = None
+    ) -> BalancedTiles:
         """Makes the strategy by which ranks share the attention of prompts that each of them has.
 
         Args:
             shape: heads of a rank.
             ranks: ranks that compute attention.
+            ranks_per_node: those of one machine; None: all.
 
         Raises:
             ValueError: the profile was measured for other heads.
@@ -148,6 +151,6 @@ class Machine:
         self._check_profile(shape)
         rates = self.rates
         cost_model = self.profile or rates.inference_cost(shape)
-        links = Links(ranks, rates.node_gb_per_s, rates.network_gb_per_s)
+        links = Links(ranks_per_node or ranks, rates.node_gb_per_s, rates.network_gb_per_s)
         config = ScheduleConfig(TOLERANCE, shape, cost_model, links=links)
         return BalancedTiles(config, rates.node_latency + rates.launch_seconds)
