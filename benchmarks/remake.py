@@ -33,7 +33,7 @@ NEEDS = {
     "published": r"--published",
     "quiet": r"training/|kernels/host_cost|links/|plans/schedulers|validate_simulator|serving/"
     r"(layouts|decode_step|prefill_ranks|prefill_trace|short_prompts|vllm_prefill|sparse_prefill|chain_prefill"
-    r"|ring_prefill|cache_balancing)\.py",
+    r"|ring_prefill|cache_balancing|balanced_prompts)\.py",
     "history": r"kernels/launches",
 }
 """What commands need beside time, by their words: root's rights, vLLM's environment, published

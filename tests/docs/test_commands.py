@@ -107,7 +107,7 @@ NOT_RUN = {
     r"(sudo )?python benchmarks/serving/sparse_prefill\.py .*": "needs root",
     r"python benchmarks/serving/(chain_prefill|layouts)\.py .*": "takes minutes",
     r"python benchmarks/serving/(cdsp_capacity|decode_step|ring_prefill)\.py .*": "takes minutes",
-    r"python benchmarks/serving/rank_groups\.py .*": "takes minutes",
+    r"python benchmarks/serving/(rank_groups|balanced_prompts)\.py .*": "takes minutes",
     r"python benchmarks/serving/(short_prompts|prefill_(ranks|trace))\.py .*": "takes minutes",
     r"python benchmarks/serving/vllm_(gpus|prefill)\.py .*": "takes minutes",
     r"python benchmarks/serving/(csps_clusters|sparse_degradation)\.py .*": "takes minutes",

@@ -426,6 +426,20 @@ def test_loads_that_groups_of_ranks_bear_in_the_engine() -> None:
     assert said in INDEX.read_text()
 
 
+def test_balance_of_prompts_of_unequal_lengths() -> None:
+    rows = table(RESULTS / "serving" / "balanced_prompts.md", "mix | GPUs | plain")
+    assert all(row[-2] == "0" for row in rows), "slower than plain"
+    long = [row for row in rows if row[0] == "chat and long"]
+    # How much of the ideal each way reaches: plain, whole requests, tiles.
+    said = [" / ".join(f"{float(row[column]):.2f}" for row in long) for column in (6, 7, 8)]
+    told = "part of the ideal: plain {}, whole requests {}, tiles {}:".format(*said)
+    assert f"{' / '.join(row[1] for row in long)} GPUs, {told}" in INDEX.read_text()
+    docs = (ROOT / "docs" / "inference_strategies.md").read_text().replace("\n", " ")
+    tiles, plain = said[2].split(" / "), said[0].split(" / ")
+    told = f"reach {tiles[0]} of the ideal on {long[0][1]} H100s and {tiles[-1]} on {long[-1][1]}"
+    assert f"{told} (without, {plain[0]} and {plain[-1]}; " in docs
+
+
 def test_exposed_transfers_of_prefills() -> None:
     page = RESULTS / "serving" / "prefill_trace.md"
     limited = table(page, "MB/s of each rank's link")[1:]
