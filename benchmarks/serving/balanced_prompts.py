@@ -74,7 +74,7 @@ _CHUNK, _LONGEST, _BLOCK = 2048, 32_768, 128
 
 @dataclass
 class Case:
-    """Figures of a mix on so many ranks, of each iteration.
+    """Figures of each iteration of a mix on some number of ranks.
 
     Attributes:
         mix: name of the mix.

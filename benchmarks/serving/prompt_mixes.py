@@ -119,7 +119,7 @@ def whole_requests(
         feeds: what the iteration feeds.
         ranks: ranks that there are.
         cost_model: seconds of core attention in a layer.
-        linear: seconds of the rest of a layer, for so many tokens.
+        linear: function from a number of tokens to the seconds of the rest of a layer.
     """
     start = np.array([each.start for each in feeds])
     count = np.array([each.count for each in feeds])

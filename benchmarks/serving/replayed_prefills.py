@@ -61,7 +61,7 @@ class ReplayedLayer:
         )
 
     def linear_seconds(self, tokens: int) -> float:
-        """CPU seconds of the layer's products for so many tokens."""
+        """Returns the CPU seconds of the layer's products for a number of tokens."""
         x = torch.ones(tokens, self._hidden)
         begin = time.thread_time()
         x @ self._before

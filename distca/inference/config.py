@@ -123,7 +123,7 @@ class EngineConfig:
 
     @property
     def shares_attention(self) -> bool:
-        """Whether any rank may compute attention of prompts of which it holds no keys."""
+        """Whether a rank may compute attention of prompts whose keys other ranks hold."""
         return isinstance(self.parallel.strategy, BalancedTiles)
 
     @property

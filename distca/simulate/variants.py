@@ -229,8 +229,8 @@ def with_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidat
 
 
 def with_most_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration with heads that as many ranks of a node share as can, and, where
-    there are so many heads, ranks of several nodes."""
+    """Returns the configuration with heads shared by as many ranks of a node as possible, and by as
+    many ranks of several nodes as possible."""
     node = workload.cluster.servers_per_node(candidate.tensor)
     every = with_shared_heads(candidate, workload)
     inside = [each for each in every if each.head_parallel <= node]

@@ -61,7 +61,7 @@ def register() -> None:
 
 
 def check_names(transfer: KVTransferConfig | None) -> None:
-    """Refuses names of which one is ours, and by which vLLM finds no connector.
+    """Refuses a connector's names if one of them is ours and vLLM finds no connector by them.
 
     Raises:
         Refused: they are such; the message says what to change.

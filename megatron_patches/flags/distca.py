@@ -220,7 +220,7 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=None,
         metavar="TOKENS",
-        help="With --distca-pool-size: documents of at least so many tokens are shared by all "
+        help="With --distca-pool-size: documents of at least TOKENS tokens are shared by all "
         "ranks, in micro-batches of their own, and not by a pool. Not with pipelines. Default: "
         "pools have all documents.",
     )

@@ -32,7 +32,7 @@ def serve(
         dtype: type of the activations.
         softmax_scale: factor of the scores.
         progress: notes how far this process is; its iteration is the last one before this run's.
-        skipped: iterations that are left out, of which nobody tells this process.
+        skipped: iterations that are left out. Nobody announces them to this process.
     """
     data = build_data()
     control = data.control

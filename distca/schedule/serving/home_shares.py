@@ -21,7 +21,7 @@ class HomeShares:
         cache: blocks of all ranks.
         computing: ranks that compute keys and values.
         limits: bounds and rules.
-        running: sequences that run, of which those that decode are fed a token each.
+        running: sequences that run. Those that decode are fed one token each.
     """
 
     def __init__(
