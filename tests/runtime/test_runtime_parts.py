@@ -193,6 +193,15 @@ class BusyMachine:
         assert isinstance(tasks, KernelTasks)
         self._run(tasks, times=3)
 
+    def timer(self, max_length: int) -> KernelTimer:
+        return KernelTimer(
+            self,  # type: ignore[arg-type]
+            AttentionShape(4, 2, 16, 4),
+            max_length,
+            "cpu",
+            clock=lambda: self.now,
+        )
+
     def _run(self, tasks: KernelTasks, times: int) -> None:
         rows, keys = np.diff(tasks.cu_seqlens_q.numpy()), np.diff(tasks.cu_seqlens_kv.numpy())
         waves = -(-int((-(-rows // self.BLOCK)).sum()) // self.PROCESSORS)
@@ -203,13 +212,7 @@ class BusyMachine:
 def test_a_task_is_timed_in_a_call_that_keeps_the_device_busy(q_len: int, kv_len: int) -> None:
     """Alone a short task would seem up to a hundred times as dear."""
     machine = BusyMachine()
-    timer = KernelTimer(
-        machine,  # type: ignore[arg-type]
-        AttentionShape(4, 2, 16, 4),
-        16 * 2048,
-        "cpu",
-        clock=lambda: machine.now,
-    )
+    timer = machine.timer(16 * 2048)
     blocks = -(-q_len // machine.BLOCK)
     expected = blocks * kv_len * machine.SECONDS_A_KEY / machine.PROCESSORS
     assert timer.seconds(q_len, kv_len, causal=False) == pytest.approx(expected, rel=0.01)
@@ -218,13 +221,7 @@ def test_a_task_is_timed_in_a_call_that_keeps_the_device_busy(q_len: int, kv_len
 def test_a_backward_pass_is_timed_in_company_too() -> None:
     """A kernel whose backward passes compute three times as long."""
     machine = BusyMachine()
-    timer = KernelTimer(
-        machine,  # type: ignore[arg-type]
-        AttentionShape(4, 2, 16, 4),
-        16 * 2048,
-        "cpu",
-        clock=lambda: machine.now,
-    )
+    timer = machine.timer(16 * 2048)
     expected = 3 * 128 * machine.SECONDS_A_KEY / machine.PROCESSORS
     found = timer.seconds(128, 128, causal=True, direction="backward")
     assert found == pytest.approx(expected, rel=0.01)
@@ -232,13 +229,7 @@ def test_a_backward_pass_is_timed_in_company_too() -> None:
 
 def test_a_task_that_fills_the_call_is_timed_alone() -> None:
     machine = BusyMachine()
-    timer = KernelTimer(
-        machine,  # type: ignore[arg-type]
-        AttentionShape(4, 2, 16, 4),
-        256,
-        "cpu",
-        clock=lambda: machine.now,
-    )
+    timer = machine.timer(256)
     alone = machine.LAUNCH + 512 * machine.SECONDS_A_KEY
     assert timer.seconds(512, 512, causal=False) == pytest.approx(alone)
 

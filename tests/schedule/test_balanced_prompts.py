@@ -135,7 +135,7 @@ def test_a_chunk_sees_the_keys_of_its_prefix_from_everywhere() -> None:
 @pytest.mark.parametrize(
     ("lengths", "latency"),
     [
-        # Equal prompts; short ones, of which each move is charged more than it saves.
+        # Equal prompts, and short ones. Moving a short one is charged more than it saves.
         ((128, 128, 128), 0.0),
         ((100, 3, 40), 1.0),
     ],

@@ -35,7 +35,7 @@ def test_losses_are_those_of_plain_megatron(ranks, tmp_path: Path) -> None:
     # Weights of stages are initialised otherwise.
     stages = [*WHOLE, *SKIPPED, "--pipeline-model-parallel-size", "2"]
     check(run([*stages, "--distca"], 2), run(stages, 2))
-    # A server that holds no model is told of none of it.
+    # A server that holds no model is not told about skipped iterations.
     served = [*HALVES, *SKIPPED, "--distca", "--distca-servers", "dedicated:1"]
     output = run_command(3, command_line([*RUN, "--data-path", corpus, *served]))
     (*_, (last, loss)) = LOSS.findall(output)
