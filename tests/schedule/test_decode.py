@@ -92,7 +92,7 @@ def check_one(decode: DecodeBatch, number: int, before: Placement, masks: list[M
 
 
 def work_of_a_step(blocks: int, size: int) -> tuple[int, int]:
-    """The least calls and the least peak of bytes of three tries: other threads allocate as well."""
+    """The least calls and least peak of bytes of three tries: other threads allocate as well."""
     tries = [work_of_one_try(blocks, size) for _ in range(3)]
     return min(calls for calls, _ in tries), min(peak for _, peak in tries)
 
