@@ -6,10 +6,12 @@ beside these, and colours are never all that tells two things apart.
 
 from __future__ import annotations
 
+import argparse
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from distca.palette import GREY, IN_TURN, PURPLE
 
@@ -185,6 +187,59 @@ def timeline(
     )
 
 
+def heat_map(
+    caption: str,
+    corner: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    shown: Callable[[float], str],
+) -> str:
+    """Returns a table whose cells are the darker the greater their values are.
+
+    Args:
+        caption: what it shows.
+        corner: what rows and columns are.
+        rows, columns: their names.
+        values: at least 0, `[row][column]`; None: there is none.
+        shown: writes a value.
+    """
+    most = max((each for row in values for each in row if each is not None), default=0.0) or 1.0
+
+    def cell(value: float | None) -> str:
+        if value is None:
+            return "<td></td>"
+        # Words stay legible on both backgrounds.
+        tint = f' style="background:rgba(0,114,178,{0.6 * value / most:.3f})"' * (value > 0)
+        return f"<td{tint}>{html.escape(shown(value))}</td>"
+
+    titles = "".join(f'<th scope="col">{html.escape(each)}</th>' for each in columns)
+    body = "\n".join(
+        f'<tr><th scope="row">{html.escape(name)}</th>{"".join(map(cell, row))}</tr>'
+        for name, row in zip(rows, values, strict=True)
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
+        f"<table>\n<caption>{html.escape(caption)}</caption>\n"
+        f'<thead><tr><th scope="col" class=text>{html.escape(corner)}</th>{titles}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def drawing(name: str, width: float, height: float, shapes: Iterable[str]) -> str:
+    """Returns a picture of shapes of SVG, as wide as the page; a table should have what it shows.
+
+    Args:
+        name: what it shows.
+        width, height: of the shapes' coordinates.
+        shapes: elements of SVG.
+    """
+    return (
+        f'<svg role="img" aria-label="{html.escape(name)}" style="width:100%;height:24rem" '
+        f'viewBox="0 0 {width:g} {height:g}" preserveAspectRatio="none">{"".join(shapes)}</svg>'
+    )
+
+
 def section(title: str, *parts: str) -> str:
     """Returns a section of a page."""
     return f"<section><h2>{html.escape(title)}</h2>\n" + "\n".join(parts) + "\n</section>"
@@ -231,3 +286,20 @@ def page(title: str, answer: str, figures: object, parts: Sequence[str]) -> str:
 </body>
 </html>
 """
+
+
+def add_flag(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """Adds the flag that names the file of a report."""
+    group.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="Write a page with all figures, tables and drawings, which a browser shows without a "
+        "network.",
+    )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes a page, and makes its folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

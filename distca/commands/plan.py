@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.commands import planned_heads, serving_step
+from distca.commands import html_page, planned_heads, serving_step
 from distca.commands.command_line import Parser, check_output, check_picture, unknown
 from distca.commands.plan_config import (
     JUDGING,
@@ -28,6 +29,7 @@ from distca.commands.plan_config import (
     saved_config,
     to_json,
 )
+from distca.commands.plan_page import comparison_of, page_of
 from distca.cost.model_sizes import ModelSize
 from distca.documents.lengths import (
     DISTRIBUTIONS,
@@ -57,7 +59,6 @@ from distca.schedule import (
     format_summary,
     make_scheduler,
 )
-from distca.wording import ordinal
 
 _MOST_SERVERS = 1 << 16
 _FLAGS_OF_SCHEDULERS = {
@@ -217,6 +218,7 @@ def build_parser() -> Parser:
     output.add_argument(
         "--save", type=Path, metavar="FILE", help="Write the plan as JSON for --load."
     )
+    html_page.add_flag(output)
     return parser
 
 
@@ -228,14 +230,16 @@ def main(argv: list[str]) -> int:
     args, given = parser.parse(argv), parser.given(argv)
     check_picture("--plot", args.plot)
     check_output("--save", args.save)
+    check_output("--html", args.html)
+    command = f"distca plan {shlex.join(argv)}"
     if args.load is not None:
-        _show_saved(args, given)
+        _show_saved(args, given, command)
     else:
-        _make(args, given)
+        _make(args, given, command)
     return 0
 
 
-def _show_saved(args: argparse.Namespace, given: Mapping[str, str]) -> None:
+def _show_saved(args: argparse.Namespace, given: Mapping[str, str], command: str) -> None:
     """Shows a saved plan, judged by what was saved with it and by the flags that are given."""
     for name, flag in given.items():
         if name not in USED_WITH_LOAD:
@@ -250,11 +254,14 @@ def _show_saved(args: argparse.Namespace, given: Mapping[str, str]) -> None:
     config = saved_config(args, given, saved)
     _check_mask(args, stepped.plan)
     if stepped.in_steps:
+        if args.html is not None:
+            raise ValueError(f"--load {args.load} is a prefill in steps: leave --html out")
         serving_step.show_plan(args, stepped, config.shape, "prefill")
     else:
         made_for = {**saved, **to_json(config)}
         model = None if args.model is None else planned_heads.planned_model(args)
-        _show(args, stepped.plan, config, describe(stepped.plan, config), {}, made_for, model)
+        summary = describe(stepped.plan, config)
+        _show(args, command, stepped.plan, config, summary, {}, made_for, model)
 
 
 def _check_mask(args: argparse.Namespace, plan: Plan) -> None:
@@ -263,14 +270,17 @@ def _check_mask(args: argparse.Namespace, plan: Plan) -> None:
         return
     seen = planned_heads.planned_model(args).masks.masks
     if plan.mask not in seen:
-        ours, theirs = _described(plan.mask), " or ".join(map(_described, seen))
+        ours, theirs = (
+            planned_heads.described_mask(plan.mask),
+            " or ".join(map(planned_heads.described_mask, seen)),
+        )
         raise ValueError(
             f"--load {args.load} was planned for layers that see {ours}, but those of --model "
             f"{args.model} see {theirs}: make a plan for that model, without --load"
         )
 
 
-def _make(args: argparse.Namespace, given: Mapping[str, str]) -> None:
+def _make(args: argparse.Namespace, given: Mapping[str, str], command: str) -> None:
     _check_flags(args, given)
     model = planned_heads.planned_model(args)
     config = config_of(args, model)
@@ -281,12 +291,12 @@ def _make(args: argparse.Namespace, given: Mapping[str, str]) -> None:
                 "--compare makes several plans, but --save and --plot are for one: leave --compare "
                 "out, and choose a --scheduler"
             )
-        _compare(args, model, config, lengths, capacities)
+        _compare(args, command, model, config, lengths, capacities)
         return
     plan, seconds = _timed_plan(args, args.scheduler, model, config, lengths, capacities)
     sizes = {"servers": args.servers, "tokens_per_server": args.tokens_per_server}
     made_for = {**sizes, **to_json(config)}
-    _show(args, plan, config, describe(plan, config), seconds, made_for, model)
+    _show(args, command, plan, config, describe(plan, config), seconds, made_for, model)
 
 
 def _check_flags(args: argparse.Namespace, given: Mapping[str, str]) -> None:
@@ -375,6 +385,7 @@ def _timed_plan(
 
 def _show(
     args: argparse.Namespace,
+    command: str,
     plan: Plan,
     config: ScheduleConfig,
     summary: PlanSummary,
@@ -386,6 +397,7 @@ def _show(
 
     Args:
         args: flags, which name the files.
+        command: what was typed.
         plan: plan to show.
         config: configuration by which it is judged.
         summary: its figures.
@@ -393,12 +405,13 @@ def _show(
         made_for: JSON values that are saved with the plan.
         model: model that it was made for, if that is known.
     """
+    figures = {**asdict(summary), **seconds}
     if args.json:
-        _write(json.dumps({**asdict(summary), **seconds}, indent=1))
+        _write(json.dumps(figures, indent=1))
     else:
         _write(format_summary(summary))
     if not args.json and model is not None and len(model.masks.masks) > 1:
-        _write(f"  layers          {_layers(plan.mask, model)}")
+        _write(f"  layers          {planned_heads.layers_of(plan.mask, model)}")
     if seconds and not args.json:
         _write(
             f"  planned in      {1e3 * seconds['plan_seconds']:.1f} ms, one rank's exchange in "
@@ -411,24 +424,8 @@ def _show(
         from distca.commands.plan_plot import plot_plan
 
         plot_plan(plan, config, args.plot)
-
-
-def _layers(mask: Mask, model: ModelSize) -> str:
-    """Says which layers a plan is for, in a model whose layers have several masks."""
-    every = f"every {ordinal(model.window_attn_skip_freq or 1)} layer"
-    if mask == Mask():
-        others = " or ".join(_described(each) for each in model.masks.masks if each != mask)
-        return f"{every}, which sees all; a query of the others sees {others}"
-    return f"of {_described(mask)}; {every} sees all, and its plan chose the placement"
-
-
-def _described(mask: Mask) -> str:
-    """What a query of a layer sees."""
-    if mask == Mask():
-        return "all earlier tokens"
-    if mask.attention_chunk is not None:
-        return f"a chunk of {mask.attention_chunk:,} tokens"
-    return f"a window of {mask.window_left:,} earlier tokens"
+    if args.html is not None:
+        html_page.write_page(args.html, page_of(command, plan, config, summary, figures))
 
 
 _COLUMNS = (
@@ -446,6 +443,7 @@ _COLUMNS = (
 
 def _compare(
     args: argparse.Namespace,
+    command: str,
     model: ModelSize,
     config: ScheduleConfig,
     lengths: Int64s,
@@ -470,6 +468,9 @@ def _compare(
             except (ValueError, ImportError) as error:
                 rows[name] = {"error": str(error)}
             shown.update()
+    if args.html is not None:
+        page = comparison_of(command, lengths, rows, _COLUMNS)
+        html_page.write_page(args.html, page)
     if args.json:
         _write(json.dumps(rows, indent=1))
         return

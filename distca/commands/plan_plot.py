@@ -16,7 +16,8 @@ from distca.commands.command_line import make_figure
 from distca.cost.volume import plan_bytes
 from distca.palette import BLACK, BLUE, HIGHLIGHTS, ORANGE, server_colours
 from distca.plan import Plan
-from distca.plan.span import Floats
+from distca.plan.span import Floats, Int64s
+from distca.plan.tasks import Tasks
 from distca.schedule.base import ScheduleConfig, relative_loads, server_loads
 from distca.wording import counted
 
@@ -141,16 +142,13 @@ def draw_loads(
     return relative
 
 
-def draw_documents(axes: Axes, plan: Plan, highlighted: Sequence[int]) -> None:
-    """Draws the tasks of the longest documents, which follow each other across the page.
+def shapes_of_tasks(plan: Plan) -> tuple[Int64s, Tasks, Floats]:
+    """Returns the longest documents, the longest first, their tasks, and the corners of each task.
 
-    Args:
-        axes: axes to draw in.
-        plan: a valid plan.
-        highlighted: servers with a colour of their own.
+    Documents follow each other across the page. A corner is a key and a query in tokens, and the
+    corners are `[tasks, 4, 2]`: where keys and queries begin, where the first query's keys end,
+    where keys and queries end, and where the last query's keys begin.
     """
-    from matplotlib.collections import PolyCollection
-
     longest = np.lexsort((np.arange(len(plan.lengths)), -plan.lengths))[:_MOST_DOCUMENTS]
     left = np.full(len(plan.lengths), -1.0)
     left[longest] = np.cumsum(plan.lengths[longest]) - plan.lengths[longest]
@@ -166,6 +164,20 @@ def draw_documents(axes: Axes, plan: Plan, highlighted: Sequence[int]) -> None:
         ],
         axis=1,
     )
+    return longest, tasks, shapes
+
+
+def draw_documents(axes: Axes, plan: Plan, highlighted: Sequence[int]) -> None:
+    """Draws the tasks of the longest documents, which follow each other across the page.
+
+    Args:
+        axes: axes to draw in.
+        plan: a valid plan.
+        highlighted: servers with a colour of their own.
+    """
+    from matplotlib.collections import PolyCollection
+
+    longest, tasks, shapes = shapes_of_tasks(plan)
     shapes /= _THOUSAND
     colours = server_colours(plan.world_size, highlighted)[tasks.server]
     # White edges separate tasks of one colour, but would hide those of short documents.

@@ -21,6 +21,8 @@ from distca.cost.latent_rows import LATENT_ROWS, comm_shape
 from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
+from distca.plan import Mask
+from distca.wording import ordinal
 
 _HEADS = {
     "heads": "Query heads of the whole model.",
@@ -137,3 +139,21 @@ def travelling_shape_of(model: ModelSize, args: argparse.Namespace, links: Links
 
 def _with_values(shape: AttentionShape, args: argparse.Namespace) -> AttentionShape:
     return shape if args.v_head_dim is None else replace(shape, v_head_dim=args.v_head_dim)
+
+
+def layers_of(mask: Mask, model: ModelSize) -> str:
+    """Says which layers a plan is for, in a model whose layers have several masks."""
+    every = f"every {ordinal(model.window_attn_skip_freq or 1)} layer"
+    if mask == Mask():
+        others = " or ".join(described_mask(each) for each in model.masks.masks if each != mask)
+        return f"{every}, which sees all; a query of the others sees {others}"
+    return f"of {described_mask(mask)}; {every} sees all, and its plan chose the placement"
+
+
+def described_mask(mask: Mask) -> str:
+    """Says what a query of a layer sees."""
+    if mask == Mask():
+        return "all earlier tokens"
+    if mask.attention_chunk is not None:
+        return f"a chunk of {mask.attention_chunk:,} tokens"
+    return f"a window of {mask.window_left:,} earlier tokens"

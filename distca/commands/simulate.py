@@ -30,6 +30,7 @@ from distca.commands.described import (
     flag_of,
     model_of,
 )
+from distca.commands.html_page import add_flag, write_page
 from distca.commands.simulate_page import page_of
 from distca.commands.simulate_progress import simulating
 from distca.commands.simulate_report import (
@@ -214,13 +215,7 @@ def build_parser() -> Parser:
         metavar="FILE",
         help="Draw the table; the suffix says how (.png, .svg).",
     )
-    output.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="Write a page with all figures, bars and a timeline, which a browser shows without a "
-        "network.",
-    )
+    add_flag(output)
     output.add_argument(
         "--trace",
         type=Path,
@@ -301,8 +296,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
         recorded = simulate(best.candidate, workload, batches[0], recording=True)
     if args.html is not None:
         text = page_of(command, choices, workload, batches, parts, rows, recorded)
-        args.html.parent.mkdir(parents=True, exist_ok=True)
-        args.html.write_text(text)
+        write_page(args.html, text)
     if args.trace is not None:
         if recorded is None:
             raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")

@@ -9,6 +9,7 @@ import numpy as np
 
 from distca.commands import html_page
 from distca.commands.html_page import Cell, Span
+from distca.commands.page_sections import documents_by_length
 from distca.commands.simulate_report import PARTS, assumptions, job_line, why_not
 from distca.commands.verdict import TITLES, Verdict, is_plain, speed_up
 from distca.plan.span import Int64s
@@ -50,7 +51,11 @@ def page_of(
         shown.append(html_page.section("Where the time of an iteration goes", *_parts(parts)))
     if iteration is not None:
         shown.append(html_page.section("DistCA's iteration", *_timeline(iteration)))
-    shown.append(html_page.section("Documents of the first batch", _documents(batches[0])))
+    shown.append(
+        html_page.section(
+            "Documents of the first batch", documents_by_length(np.concatenate(batches[0]))
+        )
+    )
     flags = verdict.how_to_train(workload)
     if flags:
         lines = "\n".join(flags)
@@ -146,27 +151,3 @@ def _kind(name: str) -> str:
     if name.startswith("wait"):
         return "waiting"
     return next((each for each in _BEGINS if name.startswith(each)), "exchange")
-
-
-def _documents(sequences: Sequence[Int64s]) -> str:
-    """A table of the documents by their length: how many there are, and what they make up."""
-    lengths = np.concatenate(sequences).astype(np.float64)
-    pairs = lengths * (lengths + 1) / 2
-    powers = np.floor(np.log2(lengths)).astype(int)
-    rows = []
-    for power in range(powers.min(), powers.max() + 1):
-        its = powers == power
-        of_tokens, of_pairs = lengths[its].sum() / lengths.sum(), pairs[its].sum() / pairs.sum()
-        rows.append(
-            (
-                f"{2**power:,} to {2 ** (power + 1) - 1:,}",
-                [
-                    Cell(f"{its.sum():,}"),
-                    Cell(f"{of_tokens:.1%}", of_tokens),
-                    Cell(f"{of_pairs:.1%}", of_pairs),
-                ],
-            )
-        )
-    caption = "Core attention grows with the square of a document's length."
-    heads = ["tokens", "documents", "share of tokens", "share of core attention"]
-    return html_page.table(caption, heads, rows)

@@ -13,7 +13,7 @@ from distca.schedule.baselines.packed import PackedScheduler, plain_loads
 from distca.schedule.baselines.wlb_llm import WlbLlm
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.program import Pass
-from distca.schedule.report import PlanSummary, describe, format_summary
+from distca.schedule.report import PlanSummary, describe, format_summary, loads_over_mean
 from distca.schedule.schedulers import BALANCING, COMPARED, SCHEDULERS, make_scheduler
 from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
 from distca.schedule.training.global_batch import (
@@ -84,6 +84,7 @@ __all__ = [
     "format_summary",
     "join_nano_batches",
     "join_stages",
+    "loads_over_mean",
     "make_scheduler",
     "most_in_flight_of_1f1b",
     "move_tiles",

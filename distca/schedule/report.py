@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.cost.kernel_time import AnalyticCost
+from distca.cost.kernel_time import AnalyticCost, CostModel
 from distca.cost.rows import rank_rows
 from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
@@ -91,10 +91,7 @@ def describe(
             computed for the plan's documents in their order, divided evenly over the ranks that
             own tokens.
     """
-    shape, cost_model = config.shape, config.cost_model
-    if isinstance(cost_model, AnalyticCost):
-        # Its seconds are pairs at a rate that no machine was measured for.
-        cost_model = None
+    shape, cost_model = config.shape, _judging(config)
     servers, placement, tasks = plan.world_size, plan.placement, plan.tasks
     speeds = config.speeds_of(servers)
     loads = server_loads(tasks, plan.mask, servers, cost_model)
@@ -103,10 +100,7 @@ def describe(
     forward = moved.forward()
     tokens = placement.tokens_per_rank()
     if before is None:
-        capacities, owners = np.zeros_like(tokens), np.flatnonzero(tokens)
-        if len(owners):
-            capacities[owners] = even_capacities(int(tokens.sum()), len(owners))
-        before = plain_loads(plan.lengths, capacities, plan.mask, cost_model)
+        before = loads_before(plan, cost_model)
     return PlanSummary(
         scheduler=plan.scheduler,
         servers=servers,
@@ -134,6 +128,37 @@ def describe(
         link_seconds_max=float(config.links.busy_seconds(forward).max()),
         notes=plan.notes,
     )
+
+
+def _judging(config: ScheduleConfig) -> CostModel | None:
+    """Returns what loads are measured by; None: visible pairs."""
+    # The other one's seconds are pairs at a rate that no machine was measured for.
+    return None if isinstance(config.cost_model, AnalyticCost) else config.cost_model
+
+
+def loads_over_mean(plan: Plan, config: ScheduleConfig) -> tuple[Floats, Floats]:
+    """Returns each server's load over the mean in plain data parallelism and in a plan, `[servers]`
+    each, as `describe` has them."""
+    servers, cost_model = plan.world_size, _judging(config)
+    speeds = config.speeds_of(servers)
+    loads = server_loads(plan.tasks, plan.mask, servers, cost_model)
+    before = loads_before(plan, cost_model)
+    return relative_loads(before, speeds), relative_loads(loads, speeds)
+
+
+def loads_before(plan: Plan, cost_model: CostModel | None) -> Floats:
+    """Returns the load of each server if a plan's documents were trained on in plain data
+    parallelism: in their order, divided evenly over the ranks that own tokens.
+
+    Args:
+        plan: a valid plan.
+        cost_model: predicts seconds; None: loads are visible pairs.
+    """
+    tokens = plan.placement.tokens_per_rank()
+    capacities, owners = np.zeros_like(tokens), np.flatnonzero(tokens)
+    if len(owners):
+        capacities[owners] = even_capacities(int(tokens.sum()), len(owners))
+    return plain_loads(plan.lengths, capacities, plan.mask, cost_model)
 
 
 def _in_several(document: Int64s, place: Int64s, places: int) -> int:

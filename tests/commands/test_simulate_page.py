@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from distca.commands.html_page import Cell, Span
 from distca.commands.main import main
 from distca.commands.simulate_report import PARTS
 from distca.commands.verdict import TITLES
+from support.report_pages import Page, assert_usable, shown_by_browser
 
 JOB = """
     --distribution pretrain --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8
@@ -24,53 +22,6 @@ JOB = """
     --batches 2 --tensor-model-parallel-sizes 1 2 --pipeline-model-parallel-sizes 1 --finalists 2
     --systems plain cp-p2p wlb-llm tiles
 """.split()
-VOID = {"meta", "input"}
-
-
-class Page(HTMLParser):
-    """A page's elements: fails unless each is closed in turn.
-
-    Attributes:
-        texts: text of elements that hold no other, by their names.
-        rows: texts of the cells of each table's rows, by the table's caption.
-        addresses: what the page would load.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts: dict[str, list[str]] = {}
-        self.rows: dict[str, list[list[str]]] = {}
-        self.addresses: list[str] = []
-        self._open: list[str] = []
-        self._caption = ""
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in VOID:
-            self._open.append(tag)
-        if tag == "tr" and self._caption:
-            self.rows[self._caption].append([])
-        if tag in ("td", "th") and self._caption:
-            self.rows[self._caption][-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-        if tag == "table":
-            self._caption = ""
-
-    def handle_data(self, data: str) -> None:
-        if not self._open:
-            assert not data.strip()
-            return
-        self.texts.setdefault(self._open[-1], []).append(data)
-        if self._open[-1] == "caption":
-            self._caption = data
-            self.rows[data] = []
-        elif self._caption and "tr" in self._open:
-            self.rows[self._caption][-1][-1] += data
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +72,7 @@ def test_the_answer_and_the_command_stand_on_it(written: Path, capsys) -> None:
 
 
 def test_nothing_is_loaded(written: Path) -> None:
-    text = written.read_text()
-    assert Page(text).addresses == []
-    assert "default-src 'none'" in text
-    assert not re.search(r"url\(|@import|https?://", text)
+    assert_usable(written)
 
 
 def test_names_are_no_markup() -> None:
@@ -137,13 +85,16 @@ def test_names_are_no_markup() -> None:
             html_page.section(nasty, html_page.paragraph(nasty), html_page.shell(nasty)),
             html_page.table(nasty, [nasty, nasty], [(nasty, [Cell(nasty, 0.5)])]),
             html_page.stacked_bars([nasty], [(nasty, [1.0])]),
+            html_page.heat_map(nasty + "2", nasty, [nasty], [nasty], [[1.0]], lambda _: nasty),
+            html_page.drawing(nasty, 1, 1, []),
             html_page.timeline("drawn", [nasty], [Span(0, 0.0, 1.0, nasty, nasty)], 1.0),
         ],
     )
     page = Page(made)
     assert "b" not in page.texts
     assert page.texts["h1"] == page.texts["h2"] == page.texts["pre"] == [nasty]
-    assert page.rows == {nasty: [[nasty, nasty], [nasty, nasty]]}
+    cells = [[nasty, nasty], [nasty, nasty]]
+    assert page.rows == {nasty: cells, nasty + "2": cells}
     assert json.loads(page.texts["script"][0]) == {"name": nasty}
 
 
@@ -157,23 +108,16 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys) 
 
 def test_a_browser_shows_it(written: Path, tmp_path: Path) -> None:
     """Chromium runs the page's script, which zooms, and finds no error in it."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
-    zooms = """
-    <script>
-    const slider = document.querySelector("input[data-zooms]");
-    slider.value = 5;
-    slider.dispatchEvent(new Event("input"));
-    </script></body>"""
-    (tmp_path / "page.html").write_text(written.read_text().replace("</body>", zooms))
-    quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    command = [browser, "--headless", "--no-sandbox", *quiet.split(), "--disable-component-update"]
-    command += ["--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    address = (tmp_path / "page.html").as_uri()
-    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    svg = re.search(r'<svg id="timeline"[^>]*>', done.stdout)
+    shown = shown_by_browser(
+        written,
+        tmp_path,
+        """
+        const slider = document.querySelector("input[data-zooms]");
+        slider.value = 5;
+        slider.dispatchEvent(new Event("input"));
+        """,
+    )
+    svg = re.search(r'<svg id="timeline"[^>]*>', shown)
     assert svg is not None
     assert "width: 500%" in svg[0]
-    assert done.stdout.count("<rect") == written.read_text().count("<rect") > 8
+    assert shown.count("<rect") == written.read_text().count("<rect") > 8
