@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,19 +119,22 @@ def table(
     )
 
 
-def stacked_bars(titles: Sequence[str], bars: Sequence[tuple[str, Sequence[float]]]) -> str:
+def stacked_bars(
+    titles: Sequence[str], bars: Sequence[tuple[str, Sequence[float]]], unit: str = "s"
+) -> str:
     """Returns bars of parts, one below the other, on one scale; a table should have the numbers.
 
     Args:
         titles: names of the parts.
         bars: name of each bar, and the lengths of its parts, at least 0.
+        unit: unit of the lengths.
     """
     longest = max((sum(parts) for _, parts in bars), default=0.0) or 1.0
     lines = []
     for name, parts in bars:
         drawn = "".join(
             f'<div style="width:{100 * part / longest:.3f}%;background:{colour}" '
-            f'title="{html.escape(f"{title}: {part:.3f} s")}"></div>'
+            f'title="{html.escape(f"{title}: {part:.3f} {unit}")}"></div>'
             for part, title, colour in zip(parts, titles, COLOURS, strict=False)
             if part > 0
         )
@@ -193,7 +196,7 @@ def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
     values: Sequence[Sequence[float | None]],
-    shown: Callable[[float], str],
+    texts: Sequence[Sequence[str]],
 ) -> str:
     """Returns a table whose cells are the darker the greater their values are.
 
@@ -201,22 +204,22 @@ def heat_map(
         caption: what it shows.
         corner: what rows and columns are.
         rows, columns: their names.
-        values: at least 0, `[row][column]`; None: there is none.
-        shown: writes a value.
+        values: at least 0, `[row][column]`; None: the cell is empty.
+        texts: what each cell says.
     """
     most = max((each for row in values for each in row if each is not None), default=0.0) or 1.0
 
-    def cell(value: float | None) -> str:
+    def cell(value: float | None, text: str) -> str:
         if value is None:
             return "<td></td>"
         # Words stay legible on both backgrounds.
         tint = f' style="background:rgba(0,114,178,{0.6 * value / most:.3f})"' * (value > 0)
-        return f"<td{tint}>{html.escape(shown(value))}</td>"
+        return f"<td{tint}>{html.escape(text)}</td>"
 
     titles = "".join(f'<th scope="col">{html.escape(each)}</th>' for each in columns)
     body = "\n".join(
-        f'<tr><th scope="row">{html.escape(name)}</th>{"".join(map(cell, row))}</tr>'
-        for name, row in zip(rows, values, strict=True)
+        f'<tr><th scope="row">{html.escape(name)}</th>{"".join(map(cell, *row))}</tr>'
+        for name, *row in zip(rows, values, texts, strict=True)
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'

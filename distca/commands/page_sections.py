@@ -96,7 +96,8 @@ def bytes_between(plan: Plan, config: ScheduleConfig) -> str:
         for a, row in enumerate(sent.tolist())
     ]
     caption = "MB that the server of a row sends to that of a column: one layer, forward pass."
-    return heat_map(caption, "from, to", names, names, values, lambda value: f"{value:,.2f}")
+    texts = [[f"{value:,.2f}" for value in row] for row in sent.tolist()]
+    return heat_map(caption, "from, to", names, names, values, texts)
 
 
 def documents_of(plan: Plan) -> tuple[str, str]:

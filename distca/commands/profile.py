@@ -8,7 +8,9 @@ Full rectangles and tasks that end on the diagonal are both measured; `--distca-
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -21,8 +23,10 @@ from distca.attention.kernel_timing import (
     profile_kernel,
     profiled_lengths,
 )
+from distca.commands import html_page
 from distca.commands.command_line import Parser, check_output
 from distca.commands.planned_heads import add_shape_flags, planned_model, shape_of
+from distca.commands.profile_page import page_of
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
 from distca.progress import progress
@@ -70,6 +74,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="Output file of the times."
     )
+    html_page.add_flag(parser)
     return parser
 
 
@@ -77,6 +82,7 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     args = build_parser().parse(argv)
     check_output("--output", args.output)
+    check_output("--html", args.html)
     if args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     if args.threads > (os.cpu_count() or 1):
@@ -104,6 +110,9 @@ def main(argv: list[str]) -> int:
         f"held-out points: median error {statistics.median(errors):.1%}, "
         f"largest {max(errors):.1%} of {len(errors)}\n"
     )
+    if args.html is not None:
+        command, saved = f"distca profile {shlex.join(argv)}", json.loads(args.output.read_text())
+        html_page.write_page(args.html, page_of(command, profile, errors, saved))
     return 0
 
 

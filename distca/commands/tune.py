@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.commands import tune_groups, tune_overlap, tune_sparsity
+from distca.commands import html_page, tune_groups, tune_overlap, tune_page, tune_sparsity
 from distca.commands.command_line import Parser, check_output, unknown
 from distca.commands.engine_flags import check_counts, check_machine_flags
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
+from distca.commands.tune_page import FoundPartition
 from distca.progress import Progress, progress, track
 from distca.schedule.serving.partitions import (
     Chain,
@@ -111,6 +114,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="The table, as JSON."
     )
+    html_page.add_flag(parser)
     return parser
 
 
@@ -170,8 +174,11 @@ def main(argv: Sequence[str]) -> int:
     except RankError as error:
         sys.stderr.write(f"distca tune: {error}\n")
         return 2
-    lines = [_described(length, found[length], *described(length)) for length in sorted(found)]
-    sys.stdout.write("\n".join(lines) + f"\nwritten to {args.output}\n")
+    each = [FoundPartition(tokens, found[tokens], *described(tokens)) for tokens in sorted(found)]
+    sys.stdout.write("\n".join(map(_described, each)) + f"\nwritten to {args.output}\n")
+    if args.html is not None:
+        command, saved = f"distca tune {shlex.join(argv)}", json.loads(args.output.read_text())
+        html_page.write_page(args.html, tune_page.partitions(command, each, saved))
     return 0
 
 
@@ -272,13 +279,15 @@ def _search_measured(
     return described
 
 
-def _described(tokens: int, shares: Shares, seconds: float, even: float, kind: str) -> str:
+def _described(found: FoundPartition) -> str:
     """Returns a partition beside the even one, as a line of figures and a bar of each."""
-    parts = " ".join(f"{share:.3f}" for share in shares)
-    alone = "; one rank is as fast as a chain" if shares[0] == 1 else ""
+    parts = " ".join(f"{share:.3f}" for share in found.shares)
+    alone = "; one rank is as fast as a chain" if found.shares[0] == 1 else ""
     return (
-        f"{tokens:,} tokens: {seconds:.4g} s {kind}, {even:.4g} s with even parts{alone}\n"
-        f"  searched {_bar(shares)} {parts}\n  even     {_bar(even_shares(len(shares)))}"
+        f"{found.tokens:,} tokens: {found.seconds:.4g} s {found.kind}, {found.even:.4g} s with "
+        f"even parts{alone}\n"
+        f"  searched {_bar(found.shares)} {parts}\n"
+        f"  even     {_bar(even_shares(len(found.shares)))}"
     )
 
 
@@ -320,3 +329,4 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.measure and (args.profile is not None or args.node_gb_per_s is not None):
         raise ValueError("--profile and --node-gb-per-s are for simulated seconds, not --measure")
     check_output("--output", args.output)
+    check_output("--html", args.html)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distca.commands import html_page, tune_page
 from distca.commands.command_line import Parser, check_output
 from distca.commands.engine_flags import check_counts
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
@@ -58,6 +61,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="The times, as JSON."
     )
+    html_page.add_flag(parser)
     return parser
 
 
@@ -111,13 +115,19 @@ def main(argv: Sequence[str]) -> int:
         return 2
     times = PrefillModel.fit(measured, hardware(), model.description)
     times.save(args.output)
-    for each in measured:
-        fitted = times.seconds(each.degree, 0, each.tokens)
+    fitted = [times.seconds(each.degree, 0, each.tokens) for each in measured]
+    for each, fit in zip(measured, fitted, strict=True):
         sys.stdout.write(
             f"{each.tokens:,} tokens on {each.degree} rank{'s' * (each.degree > 1)}: "
-            f"{each.seconds:.4g} s, fitted {fitted:.4g} s\n"
+            f"{each.seconds:.4g} s, fitted {fit:.4g} s\n"
         )
-    sys.stdout.write(f"written to {args.output}\n{_advice(times, lengths[-1])}\n")
+    advice = _advice(times, lengths[-1])
+    sys.stdout.write(f"written to {args.output}\n{advice}\n")
+    if args.html is not None:
+        command = f"distca tune groups {shlex.join(argv)}"
+        saved = json.loads(args.output.read_text())
+        page = tune_page.groups(command, measured, fitted, advice, saved)
+        html_page.write_page(args.html, page)
     return 0
 
 
@@ -169,3 +179,4 @@ def _check_flags(args: argparse.Namespace) -> None:
         if len({*args.lengths}) < 3:
             raise ValueError("--lengths: give at least three, so that times can be fitted")
     check_output("--output", args.output)
+    check_output("--html", args.html)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from distca.attention.choice import choose
-from distca.commands.command_line import Parser
+from distca.commands import html_page, tune_page
+from distca.commands.command_line import Parser, check_output
 from distca.commands.verify.ranks import verify_machine
 from distca.commands.verify.stage import Line
 
@@ -33,6 +35,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="Processes, each with a GPU. Default: all GPUs."
     )
+    html_page.add_flag(parser)
     return parser
 
 
@@ -43,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         ValueError: there are not enough GPUs, or they have another kernel.
     """
     args = build_parser().parse(argv)
+    check_output("--html", args.html)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = gpus if args.ranks is None else args.ranks
     if not 2 <= ranks <= gpus:
@@ -62,5 +66,10 @@ def main(argv: Sequence[str]) -> int:
     if line.state != "ok":
         sys.stderr.write(f"{line.text}\n{line.cure}\n")
         return 1
-    sys.stdout.write(f"{line.text}\n--distca-sm-margin {line.figures['sm_margin']:.0f}\n")
+    flag = f"--distca-sm-margin {line.figures['sm_margin']:.0f}"
+    sys.stdout.write(f"{line.text}\n{flag}\n")
+    if args.html is not None:
+        command, figures = f"distca tune overlap {shlex.join(argv)}".rstrip(), dict(line.figures)
+        page = tune_page.figures("overlap", command, [flag, line.text], figures, figures)
+        html_page.write_page(args.html, page)
     return 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from distca.commands import html_page, tune_page
 from distca.commands.command_line import Parser, check_output
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_node_parts_flag
@@ -63,6 +66,7 @@ def build_parser() -> Parser:
         metavar="FILE",
         help="The calibration, as JSON.",
     )
+    html_page.add_flag(parser)
     return parser
 
 
@@ -77,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     levels = _levels_of(args)
     args.dtype = served_dtype(args.dtype)
     check_output("--output", args.output)
+    check_output("--html", args.html)
     from distca.inference.models import DTYPES, read_model
     from distca.inference.sparsity_calibration import calibrate, measured_on, read_prompts
 
@@ -97,7 +102,19 @@ def main(argv: Sequence[str]) -> int:
         for found in calibrate(file, model, levels, prompts, args.samples, args.seed, shown.update):
             file = found
             file.save(args.output)
-    sys.stdout.write(f"{_described(file)}\nwritten to {args.output}\n")
+    described = _described(file)
+    sys.stdout.write(f"{described}\nwritten to {args.output}\n")
+    if args.html is not None:
+        command = f"distca tune sparsity {shlex.join(argv)}"
+        saved = json.loads(args.output.read_text())
+        rows = {
+            f"{_NAMES[measure]}: {what}": value
+            for measure, fit in file.calibration.fits.items()
+            for what, value in (("median error", fit.error), ("headroom", fit.headroom))
+        }
+        rows["needles that the dense model recalls"] = file.calibration.recalled
+        page = tune_page.figures("sparsity", command, described.splitlines(), rows, saved)
+        html_page.write_page(args.html, page)
     return 0
 
 

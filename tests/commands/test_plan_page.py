@@ -37,17 +37,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def table_of(page: Page, begins: str) -> list[list[str]]:
-    (found,) = (rows for caption, rows in page.rows.items() if caption.startswith(begins))
-    return found
-
-
 def test_figures_of_a_plan_are_those_of_the_command(made: Path) -> None:
     page = Page((made / "new" / "plan.html").read_text())
     printed: dict[str, Any] = json.loads((made / "plan.printed").read_text())
-    (figures,) = (json.loads(each) for each in page.texts["script"] if each.startswith("{"))
-    assert figures == printed
-    servers = np.array([row[1:] for row in table_of(page, "Loads are")[1:]])
+    assert page.figures == printed
+    servers = np.array([row[1:] for row in page.table("Loads are")[1:]])
     columns = [[float(each.replace(",", "")) for each in column] for column in servers.T]
     before, after, tokens, sent, received, held = columns
     assert len(before) == 8
@@ -63,7 +57,7 @@ def test_figures_of_a_plan_are_those_of_the_command(made: Path) -> None:
 
 def test_the_heat_map_has_the_bytes_of_each_pair(made: Path) -> None:
     page = Page((made / "new" / "plan.html").read_text())
-    rows = table_of(page, "MB that")
+    rows = page.table("MB that")
     plan, _ = load_plan(made / "plan.json")
     sent = sum(plan_bytes(plan, AttentionShape(4, 2, 64)).forward().phases.values())
     assert rows[0][1:] == [str(server) for server in range(8)]
@@ -76,7 +70,7 @@ def test_the_heat_map_has_the_bytes_of_each_pair(made: Path) -> None:
 def test_documents_name_their_owners_and_servers(made: Path) -> None:
     page = Page((made / "new" / "plan.html").read_text())
     plan, _ = load_plan(made / "plan.json")
-    rows = table_of(page, "The longest documents")[1:]
+    rows = page.table("The longest documents")[1:]
     assert [row[1] for row in rows[:4]] == ["9,000", "3,000", "2,000", "400"]
     assert len(rows) == 32
     pairs = plan.tasks.pairs(plan.mask)
@@ -98,16 +92,16 @@ def test_many_servers_share_rows_of_the_heat_map(tmp_path: Path) -> None:
     given = "--distribution pretrain --servers 70 --tokens-per-server 2048 --heads 1".split()
     assert main(["plan", *given, "--html", str(path)]) == 0
     page = Page(path.read_text())
-    rows = table_of(page, "MB that")
+    rows = page.table("MB that")
     assert rows[0][1:3] == ["0 to 2", "3 to 5"]
     assert rows[0][-1] == "69"
-    assert len(table_of(page, "Loads are")) == 1 + 64
+    assert len(page.table("Loads are")) == 1 + 64
 
 
 def test_the_comparison_has_a_row_for_each_scheduler(made: Path) -> None:
     page = Page((made / "new" / "compare.html").read_text())
     printed: dict[str, Any] = json.loads((made / "compare.printed").read_text())
-    rows = {row[0]: row[1:] for row in table_of(page, "max/mean")[1:]}
+    rows = {row[0]: row[1:] for row in page.table("max/mean")[1:]}
     assert [*rows] == [*printed]
     for name, row in rows.items():
         if "error" in printed[name]:

@@ -15,6 +15,7 @@ from distca.inference.machine import hardware
 from distca.inference.models import read_model
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel
 from support.commands import Command
+from support.report_pages import Page, assert_usable
 from support.small_models import save_small_model
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -39,11 +40,19 @@ def test_measured_times_give_prompts_their_groups(
 ) -> None:
     times, prompts = tmp_path / "times.json", tmp_path / "prompts.json"
     command = ["tune", "groups", model, "--context-parallel-size", "2", "--output", str(times)]
+    command += ["--html", str(tmp_path / "page.html")]
     assert main([*command, "--lengths", "16", "32", "64", "--rounds", "1"]) == 0
     out = capsys.readouterr().out
     assert PrefillModel.load(times).degrees == (1, 2)
     assert "64 tokens on 2 ranks: " in out
     assert "32 tokens on 1 rank: " in out
+    assert_usable(tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.figures == json.loads(times.read_text())
+    for name, seconds, fitted in page.rows["Prefills of one prompt"][1:]:
+        tokens, degree = name.split(" on ")
+        assert f"{tokens} tokens on {degree} rank" in out
+        assert f": {seconds} s, fitted {fitted} s\n" in out
     assert "ranks are faster than one: distca_min_tokens " in out or "no prompt of up to" in out
     # Prompts that wait for both ranks: the second one is begun on fewer, or later.
     prompts.write_text(json.dumps([[n % 97 for n in range(length)] for length in (200, 300, 7)]))

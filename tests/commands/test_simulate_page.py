@@ -39,9 +39,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_figures_are_those_of_the_command(written: Path) -> None:
     page = Page(written.read_text())
     rows: list[dict[str, Any]] = json.loads((written.parent / "report.json").read_text())
-    (figures,) = (json.loads(each) for each in page.texts["script"] if each.startswith("["))
-    assert figures == rows
-    (systems,) = (its for name, its in page.rows.items() if name.startswith("Each system"))
+    assert page.figures == rows
+    systems = page.table("Each system")
     assert [each[0] for each in systems[1:]] == [TITLES[row["system"]] for row in rows]
     for found, row in zip(systems[1:], rows, strict=True):
         assert found[1:4] == [
@@ -56,7 +55,7 @@ def test_figures_are_those_of_the_command(written: Path) -> None:
     shown = [[float(each[at]) for each in parts[1:]] for at in (1, 3)]
     expected = [[max(its[part], 0.0) for part in PARTS] for its in reversed(spent)]
     assert shown == [pytest.approx(each, abs=5e-4) for each in expected]
-    (documents,) = (its for name, its in page.rows.items() if name.startswith("Core attention"))
+    documents = page.table("Core attention")
     for column in (2, 3):
         assert sum(float(each[column][:-1]) for each in documents[1:]) == pytest.approx(100, abs=1)
 
@@ -85,7 +84,7 @@ def test_names_are_no_markup() -> None:
             html_page.section(nasty, html_page.paragraph(nasty), html_page.shell(nasty)),
             html_page.table(nasty, [nasty, nasty], [(nasty, [Cell(nasty, 0.5)])]),
             html_page.stacked_bars([nasty], [(nasty, [1.0])]),
-            html_page.heat_map(nasty + "2", nasty, [nasty], [nasty], [[1.0]], lambda _: nasty),
+            html_page.heat_map(nasty + "2", nasty, [nasty], [nasty], [[1.0]], [[nasty]]),
             html_page.drawing(nasty, 1, 1, []),
             html_page.timeline("drawn", [nasty], [Span(0, 0.0, 1.0, nasty, nasty)], 1.0),
         ],
@@ -95,7 +94,7 @@ def test_names_are_no_markup() -> None:
     assert page.texts["h1"] == page.texts["h2"] == page.texts["pre"] == [nasty]
     cells = [[nasty, nasty], [nasty, nasty]]
     assert page.rows == {nasty: cells, nasty + "2": cells}
-    assert json.loads(page.texts["script"][0]) == {"name": nasty}
+    assert page.figures == {"name": nasty}
 
 
 def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys) -> None:

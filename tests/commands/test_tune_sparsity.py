@@ -11,6 +11,7 @@ import pytest
 from distca.commands.main import main
 from distca.inference.sparse_model import SparseModel
 from distca.schedule.serving.csps.calibration_file import load_calibration
+from support.report_pages import Page, assert_usable
 from support.small_models import VOCABULARY, save_small_model
 
 PROMPTS = 5
@@ -69,7 +70,12 @@ def test_a_measurement_goes_on_where_it_ended(
     out = capsys.readouterr().out
     assert "5 prompts of 330 to 334 tokens on 4 ranks, of which 1 are held out; 3 " in out
     # All is there.
-    assert main(command) == 0
+    assert main([*command, "--html", str(tmp_path / "page.html")]) == 0
+    assert_usable(tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.figures == json.loads(file.read_text())
+    (recalled,) = (row[1] for row in page.rows["Figures"] if row[0].startswith("needles that"))
+    assert recalled == f"{found.calibration.recalled:.4g}"
     with pytest.raises(SystemExit):
         main([*command, "--seed", "1"])
     assert "measured on another model, or with other prompts or flags" in capsys.readouterr().err

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,16 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
         assert self._open == []
+
+    @property
+    def figures(self) -> Any:
+        """The figures that the page has as JSON."""
+        return json.loads(self.texts["script"][0])
+
+    def table(self, begins: str) -> list[list[str]]:
+        """Returns the rows of the one table whose caption begins with some words."""
+        (found,) = (rows for caption, rows in self.rows.items() if caption.startswith(begins))
+        return found
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
