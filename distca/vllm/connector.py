@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import MLAAttention
@@ -44,6 +46,9 @@ logger = logging.getLogger("vllm.distca")
 _IDLE_SECONDS = 0.01
 """Seconds that a worker waits for rows where vLLM has nothing else to do."""
 
+_NO_BLOCK = 0
+"""What vLLM has in place of blocks that a layer's window has left."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -54,7 +59,7 @@ class Load:
         request: vLLM's name of the request.
         tokens: token ids whose keys and values are wanted, and those before them.
         start: first position that is wanted.
-        blocks: vLLM's blocks, from the first position of the prompt on.
+        blocks: vLLM's blocks of each group of layers, from the first position of the prompt on.
         priority: requests of a lower number come first.
         salt: only requests of the same salt share keys and values.
     """
@@ -63,7 +68,7 @@ class Load:
     request: str
     tokens: list[int]
     start: int
-    blocks: list[int]
+    blocks: tuple[list[int], ...]
     priority: int
     salt: bytes
 
@@ -83,7 +88,7 @@ class Loads(KVConnectorMetadata):
     idle: bool = False
 
 
-class DistCAConnector(KVConnectorBase_V1):
+class DistCAConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module.
 
     Raises:
@@ -96,7 +101,7 @@ class DistCAConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settings, scheduler = checked_settings(vllm_config), role == KVConnectorRole.SCHEDULER
         self._asks = _Asks(vllm_config, settings) if scheduler else None
-        self._loads = None if scheduler else _Writes(vllm_config, settings)
+        self._loads = None if scheduler else _Writes(vllm_config, settings, kv_cache_config)
 
     # Of vLLM's scheduler.
 
@@ -114,7 +119,7 @@ class DistCAConnector(KVConnectorBase_V1):
         """Takes the blocks of a request that is loaded."""
         assert self._asks is not None
         if num_external_tokens:
-            self._asks.begin(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+            self._asks.begin(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
         """Tells workers what to load."""
@@ -133,6 +138,12 @@ class DistCAConnector(KVConnectorBase_V1):
         assert self._asks is not None
         self._asks.forget(request.request_id)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """Does the same where vLLM keeps layers of different windows in groups of blocks."""
+        return self.request_finished(request, block_ids[0])
 
     # Of both.
 
@@ -179,15 +190,11 @@ class DistCAConnector(KVConnectorBase_V1):
         assert isinstance(metadata, Loads)
         self._loads.take(metadata)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Writes what has come; returns the requests whose loads have ended."""
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Writes what has come; returns the requests whose loads have ended, or failed."""
         assert self._loads is not None
-        return None, self._loads.ended() or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks that loads which have ended did not fill."""
-        assert self._loads is not None
-        return self._loads.take_missing()
+        ended, failed = self._loads.ended()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: requests run once all of their layers are loaded."""
@@ -274,7 +281,7 @@ class _Asks:
             return "prompt_embeds"
         return None
 
-    def begin(self, request: Request, blocks: list[int], count: int) -> None:
+    def begin(self, request: Request, blocks: tuple[list[int], ...], count: int) -> None:
         """Asks for the last `count` tokens of a request before its last one."""
         name = request.request_id
         self._asked[name] = request.num_preemptions
@@ -316,15 +323,21 @@ class _Writes:
     Args:
         config: vLLM's configuration.
         settings: settings of the connector.
+        kept: groups of layers, each of which has blocks of its own.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings) -> None:
+    def __init__(self, config: VllmConfig, settings: Settings, kept: KVCacheConfig) -> None:
         self._config, self._settings = config, settings
-        self._size = config.cache_config.block_size
+        # For each group of layers tokens of a block.
+        self._sizes = [each.kv_cache_spec.block_size for each in kept.kv_cache_groups]
+        self._group_of = {
+            extract_layer_index(name): number
+            for number, each in enumerate(kept.kv_cache_groups)
+            for name in each.layer_names
+        }
         self._layers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._loads: dict[Transfer, Load] = {}
-        self._blocks: dict[Transfer, torch.Tensor] = {}
-        self._missing: set[int] = set()
+        self._blocks: dict[Transfer, list[torch.Tensor]] = {}
         self._client: PrefillClient | None = None
         self._idle = False
         self._begun: dict[Transfer, float] = {}
@@ -389,16 +402,16 @@ class _Writes:
         for load in loads.begin:
             transfer = Transfer(load.number)
             self._loads[transfer] = load
-            self._blocks[transfer] = torch.tensor(load.blocks)
+            self._blocks[transfer] = [torch.tensor(each, dtype=torch.int64) for each in load.blocks]
             self._begun[transfer] = time.monotonic()
             self._client.begin(transfer, load.tokens, load.start, load.priority, load.salt)
 
-    def ended(self) -> set[str]:
-        """Writes what has come; returns the requests whose loads have ended."""
+    def ended(self) -> tuple[set[str], set[str]]:
+        """Writes what has come; returns requests whose loads have ended, and which have failed."""
+        requests, failed = set[str](), set[str]()
         # Most of vLLM's steps have nothing to load, and should cost nothing here.
         if self._client is None or (self._client.idle and not self._loads):
-            return set()
-        requests = set()
+            return requests, failed
         for each in self._client.poll(_IDLE_SECONDS if self._idle and self._loads else 0.0):
             load = self._loads.pop(each.transfer)
             del self._blocks[each.transfer]
@@ -409,14 +422,8 @@ class _Writes:
             del self._begun[each.transfer]
             if each.outcome == "failed":
                 logger.warning("DistCA: %s is not loaded: %s", load.request, each.failure)
-                first, end = load.start // self._size, -(-len(load.tokens) // self._size)
-                self._missing.update(load.blocks[first:end])
-        return requests
-
-    def take_missing(self) -> set[int]:
-        """Blocks that were not filled."""
-        missing, self._missing = self._missing, set()
-        return missing
+                failed.add(load.request)
+        return requests, failed
 
     def close(self) -> None:
         if self._client is not None:
@@ -426,11 +433,16 @@ class _Writes:
         self, transfer: Transfer, layer: int, at: Int64s, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Writes rows into blocks, whatever layout they have: by the layer's own backend."""
-        module, cache = self._layers[layer]
-        positions = torch.from_numpy(at)
-        slots = self._blocks[transfer][positions // self._size] * self._size
-        slots += positions % self._size
         self.stats.receive(keys.nbytes + values.nbytes)
+        (module, cache), group = self._layers[layer], self._group_of[layer]
+        positions, size = torch.from_numpy(at), self._sizes[group]
+        blocks = self._blocks[transfer][group][positions // size]
+        slots, kept = blocks * size + positions % size, blocks != _NO_BLOCK
+        if not kept.all():
+            # The layer's window has left the others.
+            slots, keys, values = slots[kept], keys[kept], values[kept]
+        if not len(slots):
+            return
         keys, values = (each.to(cache.device) for each in (keys, values))
         slots = slots.to(cache.device)
         if isinstance(module, MLAAttention):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,12 @@ from distca.plan.span import Int64s
 from distca.prefill.client import LANDING_BYTES, Ended, PrefillClient
 from distca.prefill.facts import model_facts
 from distca.prefill.front import Front
-from distca.prefill.messages import Hello, TransferChoice, Welcome
+from distca.prefill.heads import HeadSlices
+from distca.prefill.messages import Hello, Join, TransferChoice, Welcome
 from distca.prefill.ranks import PrefillCounts, PrefillRank
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups
+from distca.schedule.serving.handoff import protocol
 from distca.schedule.serving.handoff.protocol import Transfer
 from support.ports import free_port
 from support.small_models import VOCABULARY
@@ -131,6 +133,34 @@ def prefill_with(
         log.removeHandler(kept)
         log.setLevel(level)
         rank.close()
+
+
+@contextmanager
+def front_alone(
+    address: str, facts: Mapping[str, str], layers: int, kv_heads: int, capacity: int = 1 << 20
+) -> Iterator[tuple[Front, list[int]]]:
+    """A front without ranks, which refuses all prompts: it, and how many tokens each has had."""
+    welcome = Welcome("", 1, 1024, layers, capacity, 5.0)
+    front, over = Front(address, facts, welcome, HeadSlices(kv_heads, 1, 1)), threading.Event()
+    asked: list[int] = []
+
+    def pump() -> None:
+        while not over.is_set():
+            front.pump(0.05)
+            for each in front.take():
+                if isinstance(each, Join):
+                    asked.append(len(each.prefill.tokens))
+                    front.say(each.number, protocol.Drained.__name__, "nobody computes it")
+                    front.forget(each.number)
+
+    thread = threading.Thread(target=pump)
+    thread.start()
+    try:
+        yield front, asked
+    finally:
+        over.set()
+        thread.join()
+        front.close()
 
 
 class Reader:

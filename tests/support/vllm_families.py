@@ -137,10 +137,17 @@ def prompts() -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Answers:
-    """What vLLM has answered: tokens of each prompt, and their log-probabilities."""
+    """What vLLM has answered.
+
+    Attributes:
+        tokens: tokens of each prompt.
+        logprobs: their log-probabilities.
+        groups: groups of layers that vLLM keeps in blocks of their own.
+    """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
+    groups: int
 
 
 def answer(pipe: Connection) -> None:
@@ -207,7 +214,8 @@ def _answer(
             [step[token].logprob for token, step in zip(each.token_ids, each.logprobs, strict=True)]
             for each in found
         ]
-        pipe.send(Answers(tokens, logprobs))
+        groups = core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+        pipe.send(Answers(tokens, logprobs, len(groups)))
     core.shutdown()
 
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
 
@@ -376,17 +378,49 @@ def test_a_step_without_loads_costs_nothing() -> None:
         polled.append(seconds)
         return []
 
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-    writes = connector._Writes(config, Settings("tcp://127.0.0.1:1"))
-    assert writes.ended() == set()
+    one, nothing = SimpleNamespace(kv_cache_groups=[]), (set(), set())
+    writes = connector._Writes(SimpleNamespace(), Settings("tcp://127.0.0.1:1"), one)
+    assert writes.ended() == nothing
     client: Any = SimpleNamespace(idle=True, poll=poll)
     writes._client = client
-    assert writes.ended() == set()
+    assert writes.ended() == nothing
     assert not polled
     # Rows of a prompt that was cancelled may still come.
     client.idle = False
-    assert writes.ended() == set()
+    assert writes.ended() == nothing
     assert polled == [0.0]
+
+
+def test_rows_that_a_window_has_left_are_not_written() -> None:
+    """Layer 0 keeps all of a prompt, and layer 1 its last block of two tokens alone."""
+    from distca.vllm import connector
+    from distca.vllm.settings import Settings
+
+    written: list[tuple[list[float], list[int]]] = []
+
+    def update(layer: object, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        assert (values == -keys).all()
+        written.append((keys.flatten().tolist(), slots.tolist()))
+
+    groups = [
+        SimpleNamespace(
+            layer_names=[f"layers.{n}.attn"], kv_cache_spec=SimpleNamespace(block_size=2)
+        )
+        for n in range(2)
+    ]
+    settings, kept = Settings("tcp://127.0.0.1:1"), SimpleNamespace(kv_cache_groups=groups)
+    writes = connector._Writes(SimpleNamespace(), settings, kept)
+    module = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
+    writes._layers = {n: (module, torch.zeros(1)) for n in range(2)}
+    client: Any = SimpleNamespace(begin=lambda *_: None)
+    writes._client, one = client, Transfer(0)
+    load = connector.Load(0, "one", [7] * 6, 0, ([3, 4, 5], [0, 0, 6]), 0, b"")
+    writes.take(connector.Loads([load]))
+    for positions in ([1, 2, 5], [0, 3]):
+        rows = torch.tensor(positions, dtype=torch.float32)[:, None, None]
+        for layer in range(2):
+            writes._write(one, layer, np.array(positions), rows, -rows)
+    assert written == [([1, 2, 5], [7, 8, 11]), ([5], [13]), ([0, 3], [6, 9])]
 
 
 def test_settings_that_are_right_are_taken() -> None:
@@ -427,12 +461,12 @@ def test_a_prompt_is_asked_for_again_after_vllm_preempted_it_and_not_after_a_fai
         priority=0,
     )
     assert asks.wanted(request, 0) == 499
-    asks.begin(request, [0, 1], 499)
+    asks.begin(request, ([0, 1],), 499)
     asks.ended(["one"])
     # It failed, and vLLM wants to know once more.
     assert asks.wanted(request, 0) == 0
     request.num_preemptions = 1
     assert asks.wanted(request, 0) == 499
-    asks.begin(request, [2, 3], 499)
+    asks.begin(request, ([2, 3],), 499)
     assert asks.wanted(request, 0) == 0
-    assert [load.blocks for load in asks.take(idle=False).begin] == [[0, 1], [2, 3]]
+    assert [load.blocks for load in asks.take(idle=False).begin] == [([0, 1],), ([2, 3],)]

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +18,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh --vllm")
 
 from distca.prefill.facts import NOT_QUANTIZED, frequencies_of_vllm, model_facts
-from distca.prefill.front import Front
-from distca.prefill.heads import HeadSlices
-from distca.prefill.messages import Welcome
 from support.byte_tokenizer import chat_tokenizer
 from support.ports import free_port
-from support.prefills import NEEDS_NIXL
+from support.prefills import NEEDS_NIXL, front_alone
 from support.small_models import save_small_model, spoil
 from support.vllm_server import POSITIONS, environment, serve_command
 
@@ -157,23 +153,10 @@ def ranks(folder: Path, **facts: str) -> Iterator[str]:
     known = model_facts(
         config, str(folder), "float32", frequencies_of_vllm(POSITIONS), NOT_QUANTIZED
     )
-    welcome = Welcome("", 1, 1024, config.num_hidden_layers, POSITIONS, 5.0)
-    heads = HeadSlices(config.num_key_value_heads, 1, 1)
-    front, over = Front("tcp://127.0.0.1:*", known | facts, welcome, heads), threading.Event()
-
-    def pump() -> None:
-        while not over.is_set():
-            front.pump(0.05)
-
-    thread = threading.Thread(target=pump)
-    thread.start()
-    try:
+    sizes = config.num_hidden_layers, config.num_key_value_heads, POSITIONS
+    with front_alone("tcp://127.0.0.1:*", known | facts, *sizes) as (front, _):
         yield front.address
         assert front.engines == 0, "who only asks is not connected"
-    finally:
-        over.set()
-        thread.join()
-        front.close()
 
 
 def flags_of(mistake: Mistake, address: str) -> list[str]:
