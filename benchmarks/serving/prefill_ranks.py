@@ -258,7 +258,7 @@ def page(job: Job, found: Sequence[dict[str, Any]]) -> str:
             )
         )
     head = (
-        *("ranks", "strategy", "CPU s of the busiest rank", "over one rank's", "s until all rows"),
+        *("ranks", "strategy", "CPU s of the busiest rank", "over one rank's", "TTFT, s"),
         *("exposed inside", "exposed at the end", "MB between ranks", "MB to the engine"),
     )
     return "\n\n".join(
@@ -267,8 +267,9 @@ def page(job: Job, found: Sequence[dict[str, Any]]) -> str:
             f"{cpu_name()}, one thread a rank, torch {torch.__version__}: "
             f"`{pages.typed('benchmarks/serving/prefill_ranks.py')}`",
             f"A prompt of {job.tokens:,} tokens, fed in chunks of {job.chunk:,}; medians of "
-            f"{job.rounds} prompts, with the least and the most. Only CPU seconds and bytes can be "
-            "compared between machines: seconds depend on what else runs.",
+            f"{job.rounds} prompts, with the least and the most. TTFT is the time until the engine "
+            "has all rows, without its step for the last token. It depends on what else runs; CPU "
+            "seconds and bytes hardly do.",
             pages.table(head, rows, "---:"),
         )
     )
