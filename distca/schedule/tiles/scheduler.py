@@ -55,12 +55,15 @@ from distca.schedule.tiles.grid import initial_tasks
 from distca.schedule.tiles.moves import balance
 from distca.schedule.tiles.packing import Packing, place_balanced
 from distca.schedule.tiles.recv_bound import bound_recv_bytes
+from distca.schedule.tiles.tree_line import TreeLine
 
 _SETTINGS = ((0.4, 0.3), (0.4, 0.9), (0.25, 0.9), (0.4, 0.6))
 """Settings of a packing: `base_share`, and the slack as a part of the tolerance; the first one is
 the best most often."""
 _FEW_RANKS = 32
 """Most ranks for which all settings are tried, otherwise only the first."""
+_CHUNKS, _MORE_CHUNKS = (1, 2, 3, 4), (6, 8)
+"""Chunks of trees on each rank that are tried, and those that are tried on few ranks, too."""
 _ROUNDING = 1e-9
 """Allowance for the rounding of sums of loads."""
 
@@ -117,12 +120,12 @@ class _Family:
         """Tokens of each that are not its parent's."""
         return self.lengths if self.prefix is None else self.lengths - self.prefix
 
-    def on_paths(self, placement: Placement) -> Placement:
-        """Counts the positions of own tokens from the first token of their paths."""
-        if self.prefix is None:
-            return placement
-        first = self.prefix[placement.document]
-        return replace(placement, start=placement.start + first, end=placement.end + first)
+    @cached_property
+    def line(self) -> TreeLine | None:
+        """The documents as trees; None: no document has a parent."""
+        if self.parents is None or self.prefix is None or not self.prefix.any():
+            return None
+        return TreeLine.of(self.own_lengths, self.prefix, self.parents)
 
 
 class TilesScheduler:
@@ -148,8 +151,11 @@ class TilesScheduler:
                 there are parents and `max_buffer_bytes`.
         """
         family = self._family(lengths, mask, parents)
-        config, lengths = self._config, family.own_lengths
+        config, lengths, line = self._config, family.own_lengths, family.line
         loads = document_loads(family.lengths, mask, config.cost_model, family.prefix)
+        if line is not None:
+            # Trees are packed as documents are.
+            lengths, loads = line.of_trees(lengths).astype(np.int64), line.of_trees(loads)
         speeds = config.speeds_of(len(capacities))
         packing = Packing(
             capacities=capacities,
@@ -168,17 +174,22 @@ class TilesScheduler:
                 slack=slack * config.tolerance,
                 overfill=(1 - slack) * config.tolerance,
             )
-            placements.append(family.on_paths(place_balanced(lengths, loads, setting)))
+            placements.append(place_balanced(lengths, loads, setting))
+        few = len(capacities) <= _FEW_RANKS
+        if line is not None:
+            numbers = _CHUNKS + _MORE_CHUNKS * few
+            placements = [line.of_nodes(each) for each in placements]
+            placements += [line.chunks(capacities, speeds, mask, each) for each in numbers]
         found = [self._candidate(family, each) for each in _different(placements)]
         bound = config.max_buffer_bytes
         too_much = bound is not None and all(c.most_received > bound for c in found)
-        if too_much or len(capacities) <= _FEW_RANKS:
+        if line is None and (too_much or few):
             # On few ranks the order of the documents may happen to be balanced.
-            in_turn = family.on_paths(place_in_turn(lengths, capacities))
+            in_turn = place_in_turn(lengths, capacities)
             found.append(self._candidate(family, in_turn))
         if too_much:
             # Keeps documents whole wherever there is room for their tokens.
-            whole = family.on_paths(place_balanced(lengths, loads, packing))
+            whole = place_balanced(lengths, loads, packing)
             found.append(self._candidate(family, whole))
         return self._best(found)
 
