@@ -63,6 +63,9 @@ _LOOKED = 0.001
 Outcome = Literal["loaded", "failed", "cancelled"]
 """How the transfer of a prompt ended."""
 
+OnWelcome = Callable[["PrefillClient"], None]
+"""Function of the client, called on its thread or that of who calls it."""
+
 OnRows = Callable[[Transfer, int, Int64s, torch.Tensor, torch.Tensor], None]
 """Function of a transfer, a layer, positions int64 `[rows]`, and their keys and values,
 `[rows, heads, head_dim]`."""
@@ -106,6 +109,8 @@ class PrefillClient:
         transfer: how rows may come.
         device: where rows are wanted; those that come by TCP are on the host.
         landing_bytes: memory for rows that come by NIXL, at most.
+        on_welcome: function that is called each time when ranks are there that have just started,
+            or had been forgotten.
 
     Attributes:
         welcome: what the prefill ranks have said of themselves; None: nobody has answered.
@@ -127,8 +132,10 @@ class PrefillClient:
         transfer: TransferChoice = "auto",
         device: torch.device | None = None,
         landing_bytes: int = LANDING_BYTES,
+        on_welcome: OnWelcome = lambda client: None,
     ) -> None:
         self._on_rows, self._form = on_rows, RowForm(hello.wanted, head_dim, dtype)
+        self._on_welcome = on_welcome
         self._device = torch.device("cpu") if device is None else device
         self._landing_bytes = landing_bytes
         self._landing: NixlLanding | None = None
@@ -327,6 +334,7 @@ class PrefillClient:
                 self._land_at(message)
                 # Their lease may be shorter than what was supposed.
                 self._beat_due = 0.0
+                self._on_welcome(self)
         elif isinstance(message, Refusal):
             if self.refused != message.reason:
                 logger.error("the prefill ranks refuse this engine: %s", message.reason)

@@ -379,19 +379,21 @@ class _Writes:
             settings.transfer,
             device,
             settings.landing_bytes,
+            self._say_who_is_there,
         )
-        if client.connect(settings.connect_seconds):
-            logger.info(
-                "DistCA: connected to the prefill ranks at %s; rows come by %s",
-                settings.address,
-                client.comes_by,
-            )
-        else:
+        if not client.connect(settings.connect_seconds):
             logger.warning(
                 "DistCA: nobody answers at %s: vLLM computes all prompts until `distca prefill` "
                 "runs there",
                 settings.address,
             )
+
+    def _say_who_is_there(self, client: PrefillClient) -> None:
+        logger.info(
+            "DistCA: connected to the prefill ranks at %s; rows come by %s",
+            self._settings.address,
+            client.comes_by,
+        )
 
     def take(self, loads: Loads) -> None:
         """Begins and cancels loads."""

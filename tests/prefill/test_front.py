@@ -283,6 +283,31 @@ def test_an_idle_engine_that_polls_nothing_stays_connected() -> None:
     front.close()
 
 
+def test_each_start_of_the_ranks_is_told_once() -> None:
+    address, told = free_address(), list[str]()
+
+    def note(client: PrefillClient) -> None:
+        told.append(client.comes_by)
+
+    hello = Hello(FACTS, "engine", 0, 1, "", 0, 1)
+    client = PrefillClient(address, hello, 4, torch.float32, lambda *_: None, on_welcome=note)
+    for starts in range(1, 3):
+        welcome, due = Welcome("", 1, 16, 2, 64, 0.5), time.monotonic() + 10.0
+        # ZeroMQ lets go of the address of the one before a little later.
+        while True:
+            try:
+                front = Front(address, FACTS, welcome, HeadSlices(2, 1, 1))
+                break
+            except ValueError:
+                assert time.monotonic() < due
+                time.sleep(0.05)
+        meet(front, client, seconds=3.0)
+        assert len(told) == starts
+        front.close()
+    assert told[0].startswith("TCP (")
+    client.close()
+
+
 def test_whoever_connects_waits_as_long_as_it_says() -> None:
     """Nobody is there, so nothing ever comes."""
     front = front_of(lease=5.0)
