@@ -162,10 +162,11 @@ class Front:
         left = int(1000 * seconds)
         while self._socket.poll(left):
             left = 0
-            identity, frame = self._socket.recv_multipart()
+            identity, *frames = self._socket.recv_multipart()
             try:
-                message = self._decoder.decode(frame)
+                message = self._decoder.decode(b"".join(frames))
             except msgspec.MsgspecError as error:
+                # Whoever reaches the address can send anything.
                 self._say(identity, Refusal(f"a message cannot be read: {error}"))
                 continue
             self._hear(identity, message)
