@@ -262,15 +262,17 @@ class _Asks:
 
     def _why_not(self, request: Request, count: int) -> str | None:
         """Why vLLM computes the last `count` tokens of a request itself; None: it does not."""
-        if count < self._least:
+        if count < max(self._least - 1, 1):
             return "short"
         self._client.poll()
-        welcome, sampling = self._client.welcome, request.sampling_params
+        welcome = self._client.welcome
         if welcome is None or not self._client.ready:
             return "unreachable"
         if request.num_tokens - 1 > welcome.capacity:
             return "too long"
-        if sampling is not None and sampling.prompt_logprobs is not None:
+        if request.pooling_params is not None:
+            return "pooling"
+        if request.skip_reading_prefix_cache:
             # Logits of all tokens are wanted, which nobody but vLLM computes.
             return "prompt_logprobs"
         if request.lora_request is not None:
