@@ -31,6 +31,8 @@ from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 _FIRST_SEQUENCES, _COMPARED_SEQUENCES = 8, 96
 """Sequences of the batches that all configurations run which may be fastest, and of those by which
 a search chooses among these and their variants: large batches differ less, so fewer are enough."""
+_MANY_TOKENS = 2**25
+"""Tokens of a batch from which on it alone chooses, however few its sequences are."""
 _KEPT, _KEPT_WITH_PLANS = 12, 3
 """Configurations of a baseline, which a search compares by all batches, and with `--distca`, by the
 batches above. With 6 of a baseline in 3 batches WLB-LLM was 0.9% slower in the README's job than
@@ -74,6 +76,8 @@ class Extent:
             min(-(-sequences // workload.sequences), batches)
             for sequences in (_FIRST_SEQUENCES, _COMPARED_SEQUENCES)
         )
+        if workload.sequences * workload.context >= _MANY_TOKENS:
+            several = 1
         kept, kept_with_plans = (_KEPT, _KEPT_WITH_PLANS) if several > 1 else (2, 1)
         if system not in DISTCA_SYSTEMS:
             # A peer's layout that is not quite the best would flatter DistCA.

@@ -23,19 +23,21 @@ from distca.plan.span import Floats, Int64s
 from distca.simulate.baselines import BASELINES
 from distca.simulate.bins import GATHERED, VARIABLE, BaselineLayout, Bins, keeps
 from distca.simulate.costs import ModelCosts
+from distca.simulate.few_parts import (
+    break_down_few_parts,
+    few_parts,
+    has_few_parts,
+    largest_micro_batch,
+)
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.one_f_one_b import Passes
-from distca.simulate.outcome import Outcome
 from distca.simulate.parts import (
     SAMPLED,
     Part,
     PartFigures,
     RunParts,
     document_seconds,
-    few_pools,
     glance,
-    largest_micro_batch,
-    number_of_pools,
     pair_seconds,
     parts_of_sample,
     sample,
@@ -65,10 +67,11 @@ _ROUNDING = 1 - 1e-6
 """Share of a bound that rounding in the simulation (of bytes to whole ones) cannot undercut."""
 
 
-_MANY, _LARGE = 4, 8192
-"""When a part of an iteration stands for all of it. A job must have `_MANY` times as many servers,
-or micro-batches, as are simulated. For a sample of micro-batches, servers times micro-batches must
-be at least `_LARGE`, too."""
+_LARGE = 1024
+"""Product of servers and micro-batches from which on a part of a pipeline's iteration stands for
+all of it."""
+_NEARLY = 0.99
+"""Share of the seconds that a few parts promise which an iteration takes at least."""
 
 
 _MINUTES = 2**15
@@ -110,8 +113,10 @@ class Bounds:
     def _seconds(self, candidate: Candidate) -> float:
         costs = self._workload.costs(candidate.tensor)
         if candidate.system not in BASELINES:
-            few = self.few_pools(candidate)
-            return self._with_plans(candidate, costs) if few is None else few.seconds
+            if candidate.pool_size is None or not has_few_parts(candidate):
+                return self._with_plans(candidate, costs)
+            of_few = self._part(few_parts, candidate)
+            return np.inf if of_few is None else _NEARLY * of_few.seconds
         layout = layout_of(candidate)
         if candidate.system == HYBRID:
             return self._hybrid(layout, costs)
@@ -165,30 +170,26 @@ class Bounds:
             least = np.where(needed <= size, np.minimum(least, seconds), least)
         return float(least.sum() / ranks)
 
-    def has_many_pools(self, candidate: Candidate) -> bool:
-        """Whether the bound is a simulated iteration of a few of the server pools."""
-        size = candidate.pool_size
-        if size is None or candidate.wide_documents is not None:
-            return False
-        return candidate.data >= _MANY * number_of_pools(candidate) * size
-
     def least_memory(self, candidate: Candidate) -> float:
-        """Returns bytes that a GPU needs at least with server pools, which `space.least_memory`
-        does not know; 0.0 where that is not known here either.
+        """Returns bytes that a GPU needs at least where a few parts stand for an iteration, which
+        `space.least_memory` does not know; 0.0 elsewhere.
 
-        Only the largest micro-batch is simulated, unless an iteration was: memory depends on it.
+        Only the largest micro-batch is simulated, unless more was: memory depends on it.
         """
-        if not self.has_many_pools(candidate):
+        if not has_few_parts(candidate):
             return 0.0
         costs = self._workload.costs(candidate.tensor)
-        least = self._longest_document(candidate, costs)
-        if least > self._workload.cluster.usable_bytes:
-            return least
-        known = (few_pools, candidate) in self._parts
-        outcome = self._part(few_pools if known else largest_micro_batch, candidate)
-        ranks = outcome.gpus // candidate.tensor
+        if self.holds_no_document(candidate):
+            return self._longest_document(candidate, costs)
+        known = (few_parts, candidate) in self._parts
+        outcome = self._part(few_parts if known else largest_micro_batch, candidate)
+        if outcome is None:
+            return np.inf
+        ranks = outcome.gpus // (candidate.tensor * candidate.stages)
         # Among all replicas each has less of the optimizer's state than among few.
-        few, every = (costs.state_bytes(0, 1, number) for number in (ranks, candidate.data))
+        few, every = (
+            costs.state_bytes(0, candidate.stages, number) for number in (ranks, candidate.data)
+        )
         return float(outcome.memory_bytes.max()) - few + every
 
     def holds_no_document(self, candidate: Candidate) -> bool:
@@ -213,6 +214,8 @@ class Bounds:
         if candidate.system not in DISTCA_SYSTEMS or candidate.pool_size is not None:
             return False
         chains, stages = candidate.micro_batches // candidate.chain, candidate.stages
+        if has_few_parts(candidate):
+            return False
         large = chains * stages * candidate.servers_of_stage >= _LARGE
         return large and chains >= 2 * SAMPLED * stages
 
@@ -223,48 +226,39 @@ class Bounds:
 
     def stands_in(self, candidate: Candidate) -> bool:
         """Whether a part of the configuration's iteration can stand for all of it."""
-        return self.has_many_pools(candidate) or self.has_many_ticks(candidate)
+        return has_few_parts(candidate) or self.has_many_ticks(candidate)
 
     def stand_in(self, candidate: Candidate) -> Trial:
         """Returns the figures of an iteration, as far as a part of it tells them."""
         usable = self._workload.cluster.usable_bytes
-        if self.has_many_pools(candidate):
-            of_few, least = self._part(few_pools, candidate), self.least_memory(candidate)
+        tokens = self._workload.sequences * self._workload.context
+        if has_few_parts(candidate):
+            if (of_few := self._part(few_parts, candidate)) is None:
+                return Trial.impossible(self._workload)
+            least = self.least_memory(candidate)
             trial = replace(Trial.of(of_few), fits=least <= usable, memory_gb=least / 1e9)
-            return replace(trial, from_part=True)
+            return replace(trial, tokens=tokens, from_part=True)
         first, two = self._part(sample, candidate), self._part(glance, candidate)
         if first is None or two is None:
             return Trial.impossible(self._workload)
-        tokens = self._workload.sequences * self._workload.context
         trial = replace(Trial.of(first.outcome), seconds=two.goes_on(first), tokens=tokens)
         return replace(trial, from_part=True)
 
     def broken_down(self, candidate: Candidate) -> Trial:
-        """Returns the same for many ticks, with what the time is spent on."""
-        trial, parts = self.stand_in(candidate), self._part(parts_of_sample, candidate)
+        """Returns the same with what the time is spent on."""
+        part = break_down_few_parts if has_few_parts(candidate) else parts_of_sample
+        trial, parts = self.stand_in(candidate), self._part(part, candidate)
         return replace(trial, parts=parts.scaled(trial.seconds / parts.seconds))
 
     def takes_minutes(self, candidate: Candidate) -> bool:
         """Whether all ticks would take minutes to plan. Then a part of them stands for all of them
         in the result, too."""
+        if not self.stands_in(candidate):
+            return False
         options = options_of(candidate)
         schedule = options.tick_schedule(candidate.micro_batches, candidate.stages)
         servers = candidate.stages * candidate.servers_of_stage
-        return self.has_many_ticks(candidate) and len(schedule.ticks) * servers > _MINUTES
-
-    def few_pools(self, candidate: Candidate) -> Outcome | None:
-        """Simulates an iteration of a few server pools, where there are many: the one with the
-        largest micro-batch, and those with most work.
-
-        Pools of whole nodes share no link, so an iteration of all of them takes at least as long;
-        the reduction of gradients takes less among fewer replicas.
-
-        Returns:
-            Figures of the iteration; None: without pools, or where they are too few.
-        """
-        if not self.has_many_pools(candidate):
-            return None
-        return self._part(few_pools, candidate)
+        return len(schedule.ticks) * servers > _MINUTES
 
     def prepare(self, part: Part[PartFigures], some: Sequence[Candidate]) -> None:
         """Simulates a part of iterations of several configurations, at a time where that can be.

@@ -106,7 +106,19 @@ def simulate_and_break_down(
     Raises:
         BufferBoundError: no plan keeps to the configuration's bound of buffers.
     """
-    run, costs = _runner(candidate, workload, sequences)
+    return break_down_runs(_runner(candidate, workload, sequences), candidate, workload, sequences)
+
+
+def break_down_runs(
+    run: Callable[[ModelCosts], Outcome],
+    candidate: Candidate,
+    workload: Workload,
+    sequences: Sequence[Int64s],
+) -> tuple[Outcome, Breakdown]:
+    """Does the same with an iteration that a function simulates, with the costs that it takes."""
+    costs = workload.costs_of(candidate)
+    if candidate.system in BASELINES:
+        costs = workload.costs(candidate.tensor)
     cluster = costs.cluster
     still = replace(cluster, charges=replace(cluster.charges, interference=0.0))
     unlinked = replace(
@@ -147,29 +159,31 @@ def simulate_and_break_down(
 
 def _runner(
     candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]
-) -> tuple[Callable[[ModelCosts], Outcome], ModelCosts]:
-    """Returns a function that simulates the iteration with other costs, and the costs as they
-    are."""
+) -> Callable[[ModelCosts], Outcome]:
+    """Returns a function that simulates the iteration with the costs that it takes."""
     if candidate.system in BASELINES:
-        lengths, costs = np.concatenate(sequences), workload.costs(candidate.tensor)
+        lengths = np.concatenate(sequences)
         if candidate.system == HYBRID:
-            ranks = candidate.data * candidate.context
-            rounds = plan_hybrid(lengths, ranks, candidate.context, costs.shape)
+            ranks, shape = (
+                candidate.data * candidate.context,
+                workload.costs(candidate.tensor).shape,
+            )
+            rounds = plan_hybrid(lengths, ranks, candidate.context, shape)
 
             def run(costs: ModelCosts) -> Outcome:
                 attention = costs.cluster.attention_cost(costs.shape)
                 attention = LayerMean.of(attention, costs.model)
                 return simulate_hybrid(lengths, ranks, rounds, costs, attention)
 
-            return run, costs
+            return run
 
         def pack_and_run(costs: ModelCosts) -> Outcome:
             return simulate_baseline(candidate.system, lengths, layout_of(candidate), costs)
 
-        return pack_and_run, costs
+        return pack_and_run
     planned = planner_of(candidate, workload).plan(incoming_of(candidate, workload, sequences))
     backward: BackwardInputs = "keep" if candidate.keeps_inputs else "resend"
-    return partial(simulate_ticks, planned, backward=backward), workload.costs_of(candidate)
+    return partial(simulate_ticks, planned, backward=backward)
 
 
 def _ranks(candidate: Candidate) -> int:

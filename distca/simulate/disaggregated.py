@@ -134,8 +134,9 @@ class _Run:
     def outcome(self) -> Outcome:
         """Runs all ticks and the reduction of gradients."""
         tokens = self._run_ticks()
-        self._reduce_gradients()
         resources, costs = self._resources, self._costs
+        clock = resources.clock.copy()
+        self._reduce_gradients()
         return Outcome(
             float(resources.clock.max()),
             tokens,
@@ -147,6 +148,7 @@ class _Run:
             np.zeros(resources.ranks),
             resources.sent,
             tuple(resources.spans),
+            clock,
         )
 
     def seconds_of_ticks(self) -> float:

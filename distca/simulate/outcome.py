@@ -26,6 +26,8 @@ class Outcome:
             gathered, or their gradients reduced, `[ranks]`.
         bytes_sent: bytes that one GPU of each rank sends, `[ranks]`, by phase of the exchange.
         spans: recorded timeline for `save_trace`.
+        clock: moment at which each rank has run its last tick and gradients are reduced, `[ranks]`;
+            None: the iteration has no ticks.
     """
 
     seconds: float
@@ -38,6 +40,7 @@ class Outcome:
     gathering: Floats
     bytes_sent: dict[str, Int64s]
     spans: tuple[Span, ...] = ()
+    clock: Floats | None = None
 
     @property
     def fits(self) -> bool:

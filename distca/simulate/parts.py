@@ -24,18 +24,15 @@ from distca.schedule import (
     Work,
     document_loads,
 )
-from distca.schedule.training.planned_batch import Documents
 from distca.simulate.breakdown import Breakdown, break_down
 from distca.simulate.costs import ModelCosts
-from distca.simulate.disaggregated import seconds_of_ticks, simulate_ticks
+from distca.simulate.disaggregated import seconds_of_ticks
 from distca.simulate.outcome import Outcome
 from distca.simulate.space import estimate
 from distca.simulate.workload import Candidate, Workload, incoming_of, planner_of, simulate
 
 PartFigures = TypeVar("PartFigures", covariant=True)
 
-_SERVERS = 16
-"""Servers whose pools are simulated, two pools at least."""
 SAMPLED = 4
 """Micro-batches of each stage that a sample has. With two a small job needed a seventh more memory
 than its sample, with four a twentieth."""
@@ -148,67 +145,6 @@ def _first_chains(
     number = workload.sequences * candidate.chain // candidate.micro_batches * chains
     few = replace(candidate, micro_batches=chains * candidate.chain)
     return few, replace(workload, sequences=number), sequences[:number]
-
-
-def few_pools(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> Outcome:
-    """Simulates an iteration of a few server pools: the one with the largest micro-batch, and those
-    with most work.
-
-    Pools of whole nodes share no link, so an iteration of all of them takes at least as long; the
-    reduction of gradients takes less among fewer replicas.
-    """
-    costs = workload.costs_of(candidate)
-    parts = _pools(candidate, workload, sequences)
-    of_token = float(costs.passes @ costs.layer_seconds())
-    both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
-    work = []
-    for of_pool in zip(*parts, strict=True):
-        lengths = np.concatenate([documents.lengths for documents in of_pool])
-        attention = both_ways * document_seconds(workload, costs, lengths)
-        work.append(attention + of_token * float(lengths.sum()))
-    tokens = [[int(each.lengths.sum()) for each in of_pools] for of_pools in parts]
-    # Memory depends on the largest micro-batch.
-    fullest = int(np.max(tokens, axis=0).argmax())
-    order = np.argsort(-np.array(work), kind="stable").tolist()
-    chosen = list(dict.fromkeys([fullest, *order]))[: number_of_pools(candidate)]
-    some = [[of_pools[each] for each in chosen] for of_pools in parts]
-    return _simulate(candidate, workload, some)
-
-
-def largest_micro_batch(
-    candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]
-) -> Outcome:
-    """Simulates the micro-batch with most tokens of a server pool, beside other pools'."""
-    parts = _pools(candidate, workload, sequences)
-    tokens = np.array([[each.lengths.sum() for each in of_pools] for of_pools in parts])
-    largest = int(tokens.max(axis=1).argmax())
-    fullest = np.argsort(-tokens[largest], kind="stable")[: number_of_pools(candidate)]
-    return _simulate(candidate, workload, [[parts[largest][each] for each in fullest]])
-
-
-def number_of_pools(candidate: Candidate) -> int:
-    """Server pools that stand for all."""
-    return max(_SERVERS // (candidate.pool_size or 1), 2)
-
-
-def _pools(
-    candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]
-) -> list[list[Documents]]:
-    """Returns the documents of each micro-batch and server pool."""
-    return planner_of(candidate, workload).assign(incoming_of(candidate, workload, sequences))
-
-
-def _simulate(
-    candidate: Candidate, workload: Workload, parts: Sequence[Sequence[Documents]]
-) -> Outcome:
-    """Simulates an iteration of some micro-batches of some server pools."""
-    size = candidate.pool_size or 1
-    few = replace(candidate, data=len(parts[0]) * size, micro_batches=len(parts))
-    return simulate_ticks(
-        planner_of(few, workload).plan_assigned(parts),
-        workload.costs_of(candidate),
-        backward="keep" if candidate.keeps_inputs else "resend",
-    )
 
 
 def document_seconds(workload: Workload, costs: ModelCosts, lengths: Int64s) -> float:

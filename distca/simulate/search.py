@@ -18,7 +18,8 @@ from distca.plan.span import Int64s
 from distca.simulate.bounds import Bounds
 from distca.simulate.choice import Choice
 from distca.simulate.effort import Effort, Evaluate
-from distca.simulate.parts import RunParts, few_pools, glance
+from distca.simulate.few_parts import few_parts, has_few_parts
+from distca.simulate.parts import RunParts, glance
 from distca.simulate.space import candidates, divisions, estimate
 from distca.simulate.speed_up import SpeedUp
 from distca.simulate.stand_ins import StandIns
@@ -261,7 +262,7 @@ class _Search:
             failed = self._stand_ins.too_large(left)
             left = [each for each in left if each not in failed]
             for bounds in self.bounds:
-                bounds.prepare(few_pools, [*filter(bounds.has_many_pools, left)])
+                bounds.prepare(few_parts, [*filter(has_few_parts, left)])
             left = sorted(left, key=self._least)
             some = [each for each in left if self._least(each) <= self._most][:_PAIR]
             able += self._run(some, self._first)
@@ -427,8 +428,8 @@ class _Search:
         first, count = self._first, self._compared_batches
         for variants, worth_it in self.effort.sweeps:
             tried = variants(best, self.workload)
-            if self._stand_ins.have_many_pools([best, *tried]):
-                best = self._stand_ins.of_pools([best, *tried], worth_it)
+            if self._stand_ins.have_few_parts([best, *tried]):
+                best = self._stand_ins.of_few_parts([best, *tried], worth_it)
                 continue
             if self._stand_ins.have_many_ticks([best, *tried]):
                 best = self._stand_ins.of_ticks([best, *tried], worth_it)

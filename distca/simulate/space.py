@@ -199,15 +199,31 @@ def estimate(
         sequences: lengths of the documents in each sequence of a global batch.
         ticks: number of ticks, forward and backward ones; None: those of the configuration.
     """
+    lengths = np.concatenate(sequences)
+    if ticks is None:
+        schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
+        ticks = len(schedule.ticks)
+    return ideal_seconds(candidate, workload, lengths, ticks)
+
+
+def ideal_seconds(candidate: Candidate, workload: Workload, lengths: Int64s, ticks: int) -> float:
+    """Returns the same of any documents: those of a server pool, say.
+
+    Args:
+        candidate: a configuration with `--distca`.
+        workload: model and cluster.
+        lengths: lengths of the documents, `[documents]`, which the ranks share evenly.
+        ticks: number of ticks, forward and backward ones.
+    """
     assert candidate.system not in BASELINES, candidate.system
     costs = workload.costs(candidate.tensor)
     kernels = LayerMean.of(costs.cluster.attention_cost(costs.shape), workload.model)
-    attention = document_loads(np.concatenate(sequences), Mask(), kernels).sum()
+    attention = document_loads(lengths, Mask(), kernels).sum()
     both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
     shared = (
         workload.model.layers * both_ways * float(attention) / (candidate.stages * candidate.data)
     )
-    tokens = workload.sequences * workload.context / (candidate.data * candidate.micro_batches)
+    tokens = float(lengths.sum()) / (candidate.data * candidate.micro_batches)
     linear = float(costs.passes @ costs.layer_seconds())
     layers = workload.model.layers // candidate.stages
     tick = tokens * (layers * linear + sum(costs.head_seconds()))
@@ -216,7 +232,4 @@ def estimate(
     tick += (1 + candidate.ping_pong) * layers * float(costs.passes @ launches) + sum(
         costs.head_launch_seconds()
     )
-    if ticks is None:
-        schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
-        ticks = len(schedule.ticks)
     return shared + tick * ticks / 2

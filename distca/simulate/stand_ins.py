@@ -13,7 +13,8 @@ import numpy as np
 
 from distca.simulate.bounds import Bounds
 from distca.simulate.effort import Evaluate
-from distca.simulate.parts import few_pools, glance, largest_micro_batch, sample
+from distca.simulate.few_parts import few_parts, has_few_parts, largest_micro_batch
+from distca.simulate.parts import glance, sample
 from distca.simulate.trials import Trial
 from distca.simulate.workload import Candidate, Workload
 
@@ -42,17 +43,17 @@ class StandIns:
         """Whether a part of an iteration stands for each of the configurations."""
         return self.alone and all(map(self._first.stands_in, some))
 
-    def have_many_pools(self, some: Sequence[Candidate]) -> bool:
-        """Whether server pools do."""
-        return self.alone and all(map(self._first.has_many_pools, some))
+    def have_few_parts(self, some: Sequence[Candidate]) -> bool:
+        """Whether a few micro-batches of a few server pools do."""
+        return self.alone and all(map(has_few_parts, some))
 
     def have_many_ticks(self, some: Sequence[Candidate]) -> bool:
-        """Whether micro-batches and ticks do."""
+        """Whether a sample and two ticks do."""
         return self.alone and all(map(self._first.has_many_ticks, some))
 
     def prepare(self, some: Sequence[Candidate]) -> None:
         """Simulates the parts of configurations, at a time where that can be."""
-        self._first.prepare(few_pools, [*filter(self._first.has_many_pools, some)])
+        self._first.prepare(few_parts, [*filter(has_few_parts, some)])
         ticks = [*filter(self._first.has_many_ticks, some)]
         self._first.prepare(glance, ticks)
         self._first.prepare(sample, ticks)
@@ -64,58 +65,47 @@ class StandIns:
     def extended(self, candidate: Candidate, count: int) -> list[Trial]:
         """Returns figures of the first batches, up to one in which a configuration does not fit.
 
-        Those of many ticks are simulated whole, unless that takes minutes. Of server pools the
-        first batch is. Elsewhere parts say how long an iteration takes.
+        The first batch is simulated whole, unless that takes minutes. Parts say how long the others
+        take beside it, and what the time is spent on.
 
         Args:
             candidate: configuration for which a part stood.
             count: number of batches.
         """
         every, first = self.batches[:count], self._first
-        if first.has_many_ticks(candidate) and not first.takes_minutes(candidate):
-            return [*self.evaluate([candidate], count, parts=True)[candidate]]
-        whole = self.trial(candidate)
-        if first.has_many_ticks(candidate):
-            seconds = [bounds.promised(candidate) for bounds in self._glanced(candidate, every)]
-            parts = [replace(whole, seconds=whole.seconds * s / seconds[0]) for s in seconds]
-        else:
-            with ThreadPoolExecutor(len(every)) as threads:
-                parts = list(threads.map(lambda bounds: bounds.stand_in(candidate), every))
+        with ThreadPoolExecutor(len(every)) as threads:
+            parts = list(threads.map(lambda bounds: bounds.stand_in(candidate), every))
         fits = [part.fits for part in parts]
         if not all(fits):
             return parts[: fits.index(False) + 1]
+        part = first.broken_down(candidate)
         if first.takes_minutes(candidate):
-            return [first.broken_down(candidate), *parts[1:]]
-        (whole,) = self.evaluate([candidate], 1, parts=True)[candidate]
+            return [part, *parts[1:]]
+        (whole,) = self.evaluate([candidate], 1)[candidate]
         usable = self.workload.cluster.usable_bytes
         others = parts[1:] if whole.fits else []
+        if part.parts is not None:
+            whole = replace(whole, parts=part.parts.scaled(whole.seconds / part.seconds))
         return [whole, *(each.scaled(whole, parts[0], usable) for each in others)]
 
-    @staticmethod
-    def _glanced(candidate: Candidate, every: Sequence[Bounds]) -> Sequence[Bounds]:
-        """Simulates two ticks of each batch, at a time where that can be."""
-        with ThreadPoolExecutor(len(every)) as threads:
-            # A list waits for all of them, and raises what one has raised.
-            list(threads.map(lambda bounds: bounds.prepare(glance, [candidate]), every))
-        return every
-
     def too_large(self, some: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the configurations with server pools that are known not to fit."""
+        """Returns the configurations that are known by a few parts not to fit."""
         for bounds in self.batches:
-            pools = [*filter(bounds.has_many_pools, some)]
-            unknown = [each for each in pools if not bounds.holds_no_document(each)]
+            able = [*filter(has_few_parts, some)]
+            unknown = [each for each in able if not bounds.holds_no_document(each)]
             bounds.prepare(largest_micro_batch, unknown)
         usable = self.workload.cluster.usable_bytes
         return [c for c in some if max(b.least_memory(c) for b in self.batches) > usable]
 
-    def of_pools(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
-        """Returns the first of configurations with many server pools that fits and takes about as
-        little as the others: the best so far, or a variant of it."""
+    def of_few_parts(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
+        """Returns the first of configurations that fits and takes about as little as the others by
+        a few parts: the best so far, or a variant of it."""
         too_large = self.too_large(some[1:])
         fit = [each for each in some if each not in too_large]
-        self._first.prepare(few_pools, fit)
-        least = min(map(self._first.seconds, fit))
-        return next(c for c in fit if self._first.seconds(c) <= worth_it * least)
+        self._first.prepare(few_parts, fit)
+        seconds = {each: self._first.stand_in(each).seconds for each in fit}
+        least = min(seconds.values())
+        return next(each for each in fit if seconds[each] <= worth_it * least)
 
     def of_ticks(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
         """Returns the same of configurations with many ticks."""

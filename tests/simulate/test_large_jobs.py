@@ -17,6 +17,7 @@ from distca.simulate import (
     Workload,
     advise,
     candidates,
+    few_parts,
     pack_sequences,
     simulate,
 )
@@ -90,7 +91,7 @@ def test_a_few_pools_choose_where_one_batch_does() -> None:
         # Those that do not run are known by a few of their pools.
         assert {*search.trials} == {plain, *pools}
         assert search.in_all_batches(best) == best
-    assert ran == [(plain, False), (best, True)]
+    assert ran == [(plain, False), (best, False)]
     # One that ran with all its ranks is taken where all pools take longer than a few promised.
     (trial,) = search.trials[best]
     search.trials[plain] = [replace(search.trials[plain][0], seconds=0.99 * trial.seconds)]
@@ -219,6 +220,42 @@ def test_some_micro_batches_tell_how_long_all_take(
     assert bounds.promised(replace(many, pool_size=2)) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "pool_size", "wide", "within"),
+    [
+        (1, 32, None, None, 0.01),
+        (1, 32, 2, None, 0.04),
+        (1, 29, 4, 4096, 0.04),
+        (2, 32, 2, None, 0.04),
+    ],
+)
+def test_a_few_parts_tell_how_long_an_iteration_takes(
+    stages: int,
+    micro_batches: int,
+    pool_size: int | None,
+    wide: int | None,
+    within: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And how much memory it needs, and what its time is spent on."""
+    monkeypatch.setattr(few_parts, "_LARGE", 1)
+    documents = batch(0, sequences=96)
+    bounds = Bounds(MANY_TICKS, documents)
+    many = Candidate(
+        "tiles", 1, stages, 8 // stages, 1, micro_batches, pool_size=pool_size, wide_documents=wide
+    )
+    assert few_parts.has_few_parts(many)
+    whole, stand_in = Trial.run(many, MANY_TICKS, documents), bounds.broken_down(many)
+    assert stand_in.seconds == pytest.approx(whole.seconds, rel=within)
+    assert stand_in.memory_gb == pytest.approx(whole.memory_gb, rel=0.1)
+    assert stand_in.tokens == whole.tokens
+    assert stand_in.idle == pytest.approx(whole.idle, abs=0.1)
+    assert stand_in.parts is not None
+    assert stand_in.parts.seconds == pytest.approx(stand_in.seconds)
+    assert not few_parts.has_few_parts(replace(many, micro_batches=2))
+    assert few_parts.has_few_parts(replace(many, pool_size=None)) == (stages == 1)
+
+
 def test_ticks_stand_for_all_of_those_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the end, too: nothing runs whole."""
     monkeypatch.setattr(simulated_bounds, "_LARGE", 1)
@@ -237,17 +274,19 @@ def test_ticks_stand_for_all_of_those_that_take_minutes(monkeypatch: pytest.Monk
         stand_ins = StandIns(MANY_TICKS, evaluate, True, bounds)
         first, second = stand_ins.extended(many, 2)
         assert ran == [many]
+        assert len(trials.first([many], 1)[many]) == 1
         whole = trials.first([many], 2)[many]
-        assert first == whole[0]
+        assert first == replace(whole[0], parts=first.parts)
         assert first.parts is not None
-        assert second == replace(whole[1], parts=second.parts)
+        assert first.parts.seconds == pytest.approx(first.seconds)
+        assert second.seconds == pytest.approx(whole[1].seconds, rel=0.1)
+        assert second.from_part
         monkeypatch.setattr(simulated_bounds, "_MINUTES", 1)
         first, second = stand_ins.extended(many, 2)
         assert ran == [many]
     assert first == bounds[0].broken_down(many)
     assert first.from_part
-    ratio = bounds[1].promised(many) / bounds[0].promised(many)
-    assert second.seconds == pytest.approx(ratio * first.seconds)
+    assert second == bounds[1].stand_in(many)
 
 
 def test_a_search_goes_by_two_of_many_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +308,9 @@ def test_a_search_goes_by_two_of_many_ticks(monkeypatch: pytest.MonkeyPatch) -> 
             stood.append(candidate)
             fits = candidate not in (full, variants[2])
             return Trial(fits, self.promised(candidate), 1, 1.0, 0.0, 0.0)
+
+        def broken_down(self, candidate: Candidate) -> Trial:
+            return self.stand_in(candidate)
 
     monkeypatch.setattr(simulated_bounds, "_LARGE", 1)
     ran: list[Candidate] = []
