@@ -13,7 +13,8 @@ product, all divided by the tensor-parallel size.
 Routed experts are whole on their GPUs (`--expert-tensor-parallel-size 1`) and get equally many
 tokens. An all-to-all among the GPUs of `--expert-model-parallel-size` brings each token's row to
 the experts that it chose, one more brings the results back, and nothing hides either, in all
-systems. Rows of experts are kept when they arrive and when they leave.
+systems; these GPUs wait for the slowest of them in every layer. Rows of experts are kept when they
+arrive and when they leave.
 """
 
 from __future__ import annotations
@@ -239,6 +240,15 @@ class ModelCosts:
     def stage_expert_parameters(self, stages: int) -> float:
         """Parameters of routed experts on one GPU of a stage."""
         return self.model.layers // stages * self.model.expert_parameters / self.expert_parallel
+
+    def servers_with_all_experts(self, servers: int) -> int:
+        """Neighbouring servers of a stage that share each layer's routed experts; 1: none do.
+
+        Args:
+            servers: servers of a stage. Where groups of them do not divide, all count as one.
+        """
+        number = min(max(self.expert_parallel // self.server_gpus, 1), servers)
+        return servers if servers % number else number
 
     def _expert_replicas(self, replicas: int) -> int:
         """GPUs that have the same experts, of a stage of so many servers."""

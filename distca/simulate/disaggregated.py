@@ -117,6 +117,9 @@ class _Run:
         # Ranks of a server. Each has an equal part of its tokens.
         self._ranks = costs.head_parallel
         self._shared_heads = SharedHeadCosts.of(costs)
+        # Servers that share experts, which wait for each other in every layer.
+        sharing = costs.servers_with_all_experts(self._servers.shape[1])
+        self._sharing = None if sharing == 1 else self._servers.reshape(-1, sharing)
         self._ablation, self._backward = ablation, backward
         self._shape = costs.comm_shape
         self._resources = Resources(
@@ -235,6 +238,8 @@ class _Run:
                 self._prefetched[n] = self._dispatch(plan, "backward", labels)
             elif event.step == "dispatch":
                 begins = alone or layer == first
+                if self._sharing is not None and not (begins and event.direction == "forward"):
+                    resources.meet(self._sharing)
                 resources.compute(before[n] if begins else before[n] + after[n])
                 resources.compute(self._borrowing(plan, event.direction))
                 self._count_shared_heads(plan, event.direction)
@@ -248,6 +253,8 @@ class _Run:
             else:
                 self._combine(plan, event.direction, returns.pop(n), labels)
                 if alone or layer == last:
+                    if self._sharing is not None and event.direction == "forward":
+                        resources.meet(self._sharing)
                     resources.compute(after[n])
         if forward:
             resources.compute(head_seconds)

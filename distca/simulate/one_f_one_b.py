@@ -17,11 +17,14 @@ from distca.simulate.costs import ModelCosts
 class Passes:
     """Seconds of a stage's passes.
 
+    In each layer the replicas that share experts wait for the slowest of them.
+
     Attributes:
         forward: seconds of each forward pass, `[replicas, micro-batches]`.
         backward: seconds of each backward pass, `[replicas, micro-batches]`.
         computed: seconds that each rank computes in all passes, `[ranks]`.
-        waited: seconds that each rank waits for the slowest of its group, `[ranks]`.
+        waited: seconds that each rank waits for the slowest of its group, and for other replicas
+            with its experts, `[ranks]`.
     """
 
     forward: Floats
@@ -56,8 +59,26 @@ class Passes:
                 each = each + slowest[:, :, 0]
                 computed = computed + part.sum(axis=1).ravel()
                 waited = waited + (slowest - part).sum(axis=1).ravel()
-            passes.append(each)
+            together = _slowest_with_its_experts(each, layout, costs)
+            waited = waited + np.repeat((together - each).sum(axis=1), layout.context_parallel)
+            passes.append(together)
         return Passes(passes[0], passes[1], np.asarray(computed), np.asarray(waited))
+
+
+def _slowest_with_its_experts(seconds: Floats, layout: BaselineLayout, costs: ModelCosts) -> Floats:
+    """Returns the seconds of the slowest replica among those that share its experts.
+
+    Args:
+        seconds: seconds of each replica's passes, `[replicas, micro-batches]`.
+        layout: division of the servers; neighbouring replicas share experts.
+        costs: costs of the model on the cluster.
+    """
+    replicas = layout.data_parallel
+    size = costs.servers_with_all_experts(replicas * layout.context_parallel)
+    number = max(size // layout.context_parallel, 1)
+    number = replicas if replicas % number else number
+    slowest = seconds.reshape(replicas // number, number, -1).max(axis=1)
+    return np.repeat(slowest, number, axis=0)
 
 
 def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:

@@ -228,6 +228,12 @@ class Resources:
         last: Floats = np.maximum.reduceat(passed, moved.port_firsts)
         return last
 
+    def meet(self, groups: Int64s) -> None:
+        """Lets each group of ranks, `[groups, members]`, wait for its last member."""
+        until = self.clock.copy()
+        until[groups] = until[groups].max(axis=1, keepdims=True)
+        self.wait(until)
+
     def barrier(self, groups: Sequence[Int64s], seconds: Sequence[float]) -> None:
         """Lets each group of ranks wait for its last member, and then for its seconds."""
         start = self.clock.copy()

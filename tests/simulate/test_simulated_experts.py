@@ -11,6 +11,7 @@ from distca.cost.model_sizes import MODELS, Experts, ModelSize
 from distca.simulate import CLUSTERS, Candidate, ModelCosts, Workload, divisions, simulate
 from distca.simulate.costs import GRADIENT_BYTES, OPTIMIZER_BYTES
 from distca.simulate.flags import training_flags
+from distca.simulate.outcome import Outcome
 from distca.simulate.serving.costs import InferenceCosts
 from support.simulated import MODEL
 
@@ -119,3 +120,28 @@ def test_few_tokens_read_the_experts_that_they_choose() -> None:
     assert costs.state_bytes() - InferenceCosts(MODEL, CLUSTER).state_bytes() == pytest.approx(
         SPARSE.layers * (8 - 2) * 3 * 512 * 512 * 2
     )
+
+
+@pytest.mark.parametrize("system", ["plain", "per-document-cp", "tiles"])
+def test_replicas_that_share_experts_wait_for_the_slowest(system: str) -> None:
+    """In each micro-batch; without, long and short ones of a replica add up to the same."""
+    long, short = np.array([8192]), np.array([512] * 16)
+    batch = [long, short, short, long]
+    size = 2 if system == "per-document-cp" else 1
+    data = 4 // size
+    candidate = Candidate(system, 1, 1, 2 if system == "plain" else data, size, 2)
+    if system == "tiles":
+        candidate = replace(candidate, ping_pong=False, pool_size=1)
+    gpus = candidate.data * candidate.context
+
+    def outcome(experts: int) -> Outcome:
+        workload = Workload(SPARSE, CLUSTER, gpus, 8192, 4, expert_parallel=experts)
+        return simulate(candidate, workload, batch)
+
+    alone, shared = outcome(1), outcome(gpus)
+    waited = [float((each.exposed - each.gathering).sum()) for each in (alone, shared)]
+    assert waited[1] > waited[0]
+    costs = [ModelCosts(SPARSE, CLUSTER, expert_parallel=each).post_seconds() for each in (1, gpus)]
+    # All-to-alls take the same time in all replicas.
+    more = SPARSE.layers * 2 * 8192 / size * float(np.sum(costs[1]) - np.sum(costs[0]))
+    assert shared.seconds > 1.01 * (alone.seconds + more)
