@@ -60,7 +60,7 @@ class Passes:
                 computed = computed + part.sum(axis=1).ravel()
                 waited = waited + (slowest - part).sum(axis=1).ravel()
             together = _slowest_with_its_experts(each, layout, costs)
-            waited = waited + np.repeat((together - each).sum(axis=1), layout.context_parallel)
+            waited = waited + np.repeat((together - each).sum(axis=1), bins.tokens.shape[2])
             passes.append(together)
         return Passes(passes[0], passes[1], np.asarray(computed), np.asarray(waited))
 
@@ -73,7 +73,10 @@ def _slowest_with_its_experts(seconds: Floats, layout: BaselineLayout, costs: Mo
         layout: division of the servers; neighbouring replicas share experts.
         costs: costs of the model on the cluster.
     """
-    replicas = layout.data_parallel
+    replicas = len(seconds)
+    if replicas != layout.data_parallel:
+        # Bins of a lower bound, which are those of no replicas.
+        return seconds
     size = costs.servers_with_all_experts(replicas * layout.context_parallel)
     number = max(size // layout.context_parallel, 1)
     number = replicas if replicas % number else number
