@@ -194,17 +194,14 @@ def with_wide_documents(candidate: Candidate, workload: Workload) -> list[Candid
 
 
 def without_ping_pong(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration without ping-pong, if tasks stay inside nodes, or ranks share
-    heads.
+    """Returns the configuration without ping-pong.
 
-    There exchanges take less time than twice as many launches, and interfere with less. Tasks
-    travel among the ranks of a server pool, and not between ranks that share heads.
+    Where tasks stay inside nodes, ranks share heads or little travels, exchanges take less time
+    than twice as many launches, and interfere with less.
     """
-    ranks = candidate.pool_size or candidate.data
-    inside = ranks <= workload.cluster.servers_per_node(candidate.tensor)
     if candidate.system != "tiles" or (candidate.stages > 1 and candidate.pool_size is None):
         return []
-    if not candidate.ping_pong or not (inside or candidate.head_parallel > 1):
+    if not candidate.ping_pong:
         return []
     return [replace(candidate, ping_pong=False)]
 
