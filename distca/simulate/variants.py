@@ -157,7 +157,8 @@ def with_slower_links(candidate: Candidate, workload: Workload) -> list[Candidat
 
 
 def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration with server pools: of a node's ranks, of two nodes' and of four's.
+    """Returns the configuration with server pools: of a node's ranks, of two nodes', of four's, and
+    of one rank.
 
     Training has them without chains and experts. A pool has the same ranks of all stages.
     """
@@ -169,8 +170,8 @@ def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
     node = workload.cluster.servers_per_node(candidate.tensor)
     sizes = [
         size
-        for size in (node, 2 * node, 4 * node)
-        if size < candidate.data and candidate.data % size == 0
+        for size in dict.fromkeys((node, 2 * node, 4 * node, 1))
+        if size < candidate.data and candidate.data % size == size % candidate.head_parallel == 0
     ]
     return [replace(candidate, pool_size=size) for size in sizes]
 

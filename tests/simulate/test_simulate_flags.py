@@ -146,18 +146,18 @@ def test_server_pools_where_training_has_them() -> None:
     job = replace(WORKLOAD, gpus=64, sequences=8)
     given = Candidate("tiles", 2, 1, 32, 1, 2)
     pooled = with_pools(given, job)
-    assert [each.pool_size for each in pooled] == [4, 8, 16]
+    assert [each.pool_size for each in pooled] == [4, 8, 16, 1]
     (whole,) = without_ping_pong(pooled[0], job)
     assert with_slower_links(whole, job) == []
     for each in (pooled[0], whole, *with_slower_links(pooled[2], job)):
         flags = training_flags(each, job)
         assert f"--distca-pool-size {each.pool_size} " in " ".join(flags)
         check(parsed(shlex.split(" ".join(flags)), job), each, job)
-    for other in ({"chain": 2}, {"system": "greedy"}, {"data": 4}):
+    for other in ({"chain": 2}, {"system": "greedy"}, {"data": 1}):
         assert with_pools(replace(given, **other), job) == []
     assert with_pools(pooled[0], job) == []
     stages = with_pools(replace(given, stages=2, data=16), job)
-    assert [each.pool_size for each in stages] == [4, 8]
+    assert [each.pool_size for each in stages] == [4, 8, 1]
 
 
 def test_no_ping_pong_where_training_can() -> None:
