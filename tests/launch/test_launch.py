@@ -22,7 +22,7 @@ from benchmarks.training import compare_speeds
 from distca.cost.model_sizes import MODELS, Experts
 from distca.simulate import CLUSTERS
 from distca.simulate.costs import ModelCosts
-from support.launches import ROOT, launch, pretrain_flags, slurm_environment
+from support.launches import ROOT, TINY, launch, pretrain_flags, slurm_environment
 
 SMALL = ("llama-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b")
 LARGE = ("llama-34b", "qwen3-32b", "llama-70b", "llama-3.1-70b")
@@ -35,14 +35,6 @@ NODES = {
 }
 """Nodes of 8 GPUs that docs/launching.md asks for; others are the scripts' own."""
 SCRIPTS = ("pretrain_3d", "pretrain_4d", "benchmark")
-TINY = """
-    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
-    --num-query-groups 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
-    --seq-length 256 --max-position-embeddings 512 --distca-max-document-length 512
-    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 129
-    --split 80,20,0
-    --lr-warmup-iters 1 --log-interval 1 --eval-iters 0
-""".split()
 
 
 @pytest.fixture

@@ -144,10 +144,12 @@ def test_a_job_whose_node_failed_starts_again_a_few_times(tmp_path: Path) -> Non
     job = Job(tmp_path, '[ -z "$REACHES" ] || echo "$REACHES" >"$TRACKER"; exit 1')
     tracker = {"TRACKER": str(job.save / "latest_checkpointed_iteration.txt")}
     # A mistake of the user's, on nodes that are well.
-    job.program("sinfo", "true")
+    job.program("sinfo", "echo node3 allocated; echo node7 mixed")
     done = job.run("--retries", "2", REACHES="", **tracker)
     assert (done.returncode, done.stdout) == (1, "")
-    job.program("sinfo", "echo node7; echo node3; echo node7")
+    job.program(
+        "sinfo", 'echo "node7  down*"; echo "node3 idle*"; echo "node7  down*"; echo "n5 idle"'
+    )
     requeued = (0, "nodes node3,node7 failed: queued again\nscontrol requeue 17\n")
     # The start before was the first at iteration 0. A checkpoint begins the count anew.
     for reaches in ("", "4", "", "", ""):

@@ -8,6 +8,15 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+TINY = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --num-query-groups 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+    --seq-length 256 --max-position-embeddings 512 --distca-max-document-length 512
+    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 129
+    --split 80,20,0
+    --lr-warmup-iters 1 --log-interval 1 --eval-iters 0
+""".split()
+"""Flags of a small model that the scripts train."""
 # Starts as many processes as Slurm would, on this machine.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do
