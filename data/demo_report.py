@@ -24,25 +24,29 @@ from distca.commands.plan_plot import busiest_servers, draw_documents
 from distca.palette import BLACK, BLUE, ORANGE
 from distca.plan import Plan
 from distca.plan.span import Floats
+from distca.run_figures import (
+    AFTER,
+    BEFORE,
+    BUSIEST,
+    LOSS,
+    MEAN,
+    Scalars,
+    board_files,
+    read_boards,
+)
 from distca.schedule import ScheduleConfig, make_scheduler, plain_loads
 from megatron_patches.batches.blends import check_blends
 from megatron_patches.batches.micro_batch import PAIRS
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import mask_of_window
-from megatron_patches.loop.step_log import BUSIEST, MEAN
 from megatron_patches.parts import parse_args
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Scalars = Mapping[str, Mapping[int, float]]
-"""Figures of a run, by name and iteration."""
-
 _NOISE = 0.03
 """Share by which CPU seconds of equal work differ from run to run."""
-
-LOSS, BEFORE, AFTER = "lm loss", "load max/mean before", "load max/mean"
 
 
 @dataclass(frozen=True)
@@ -122,17 +126,10 @@ def read_scalars(folder: Path) -> Scalars:
     Raises:
         ValueError: no run wrote to it.
     """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    files = sorted(folder.glob("events.*"), key=lambda file: file.stat().st_mtime_ns)
+    files = board_files(folder)
     if not files:
         raise ValueError(f"{folder} holds no TensorBoard files: give a run's --tensorboard-dir")
-    events = EventAccumulator(str(files[-1]), size_guidance={"scalars": 0})
-    events.Reload()
-    return {
-        name: {event.step: event.value for event in events.Scalars(name)}
-        for name in events.Tags()["scalars"]
-    }
+    return read_boards(files[-1:])
 
 
 def compare(distca: Scalars, plain: Scalars) -> Comparison | None:

@@ -24,6 +24,7 @@ FLOORS: dict[str, set[str]] = {
     "distca.palette": set(),
     "distca.progress": set(),
     "distca.quiet": set(),
+    "distca.run_figures": set(),
     "distca.timeline": set(),
     "distca.torchrun": set(),
     "distca.wording": set(),

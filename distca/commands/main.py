@@ -23,6 +23,7 @@ COMMANDS = {
     "prepare": "convert text to the token files that training reads",
     "profile": "measure this machine's attention kernel, for plans",
     "build": "compile the native code of transports ahead of a run",
+    "report": "summarize training runs from their logs, boards and timelines",
     "doctor": "show what is installed, what is missing and what to install",
     "verify": "check and measure this machine, one line a stage",
 }

@@ -51,6 +51,7 @@ def page_of(
         shown.append(html_page.section("Where the time of an iteration goes", *_parts(parts)))
     if iteration is not None:
         shown.append(html_page.section("DistCA's iteration", *_timeline(iteration)))
+        shown.append(html_page.section("Memory and bytes of DistCA's servers", _servers(iteration)))
     shown.append(
         html_page.section(
             "Documents of the first batch", documents_by_length(np.concatenate(batches[0]))
@@ -145,6 +146,30 @@ def _timeline(iteration: Outcome) -> tuple[str, ...]:
         html_page.paragraph(f"{said}Point at a bar to see what it is and when it runs."),
         html_page.timeline("timeline", rows, spans, iteration.seconds),
     )
+
+
+def _servers(iteration: Outcome) -> str:
+    """A table of each server's peak memory and of what one of its GPUs sends."""
+    shown = min(len(iteration.computed), _MOST_RANKS)
+    memory, usable = iteration.memory_bytes / 1e9, iteration.usable_bytes / 1e9
+    sent = {name: each / 1e9 for name, each in iteration.bytes_sent.items() if each.any()}
+    most = max((float(each.max()) for each in sent.values()), default=1.0)
+    rows = [
+        (
+            f"server {server}",
+            [
+                Cell(f"{memory[server]:.1f}", float(memory[server]) / usable),
+                *(
+                    Cell(f"{each[server]:.2f}", float(each[server]) / most)
+                    for each in sent.values()
+                ),
+            ],
+        )
+        for server in range(shown)
+    ]
+    heads = ["server", "GB a GPU", *(f"GB sent, {name.replace('_', ' ')}" for name in sent)]
+    caption = f"Peak memory of a GPU, of {usable:g} GB that training may fill, and what it sends."
+    return html_page.table(caption, heads, rows)
 
 
 def _kind(name: str) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 
+from distca.commands.plan_config import to_json
 from distca.cost.volume import BackwardInputs
-from distca.plan import Plan
+from distca.plan import Plan, save_plan
 from distca.plan.span import Floats, Int64s
+from distca.run_figures import AFTER, BEFORE, MOVED
 from distca.schedule import (
     CountedGlobalBatch,
     GlobalBatchPlanner,
@@ -29,6 +34,9 @@ from megatron_patches.batches.planned import PlannedReader
 
 logger = logging.getLogger(__name__)
 
+FIRST_PLAN = "first_plan.json"
+"""File of the first plan, beside TensorBoard's."""
+
 _WITHOUT_GROUPS = {
     "per-document-cp": "is the same as packed",
     "ring-zigzag": "has the placement of packed",
@@ -38,15 +46,20 @@ _WITHOUT_GROUPS = {
 
 
 def log_first_plan(
-    reader: PlannedReader, backward: BackwardInputs, first_sample: int, micro_batches: int
+    reader: PlannedReader,
+    backward: BackwardInputs,
+    first_sample: int,
+    micro_batches: int,
+    folder: Path | None = None,
 ) -> None:
-    """Plans one tick of the first global batch, and logs its summary and schedule.
+    """Plans one tick of the first global batch, logs its summary and schedule, and saves it.
 
     Args:
         reader: reader of the training split's micro-batches.
         backward: how the backward pass gets its inputs.
         first_sample: sample at which the global batch starts.
         micro_batches: number of its micro-batches.
+        folder: folder for `FIRST_PLAN`, which `distca report` shows; None: it is not saved.
     """
     planner = reader.planner
     schedule = planner.options.tick_schedule(micro_batches, planner.stages)
@@ -66,6 +79,12 @@ def log_first_plan(
     # Flags give the speeds of GPUs' links alone.
     shown = format_summary(summary, known_links=not cpu.without_cuda())
     logger.info("the first plan of the run:\n%s", shown)
+    if folder is not None:
+        command = shlex.join(["python", *sys.argv])
+        folder.mkdir(parents=True, exist_ok=True)
+        save_plan(
+            planned.plans[0], folder / FIRST_PLAN, {"command": command, **to_json(planner.config)}
+        )
     warning = warning_of_groups_of_one(planner, shared_out)
     # Logged once, since warnings of all ranks are shown.
     if warning is not None and dist.get_rank() == 0:
@@ -137,9 +156,9 @@ def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, fl
 
     moved = sum(int(each.sum()) for of_tick in counted.bytes_sent for each in of_tick.values())
     return {
-        "load max/mean before": busiest_over_mean([packed.sum(axis=0)]),
-        "load max/mean": busiest_over_mean(counted.forward_loads, counted.batch.pools),
-        "MB moved": moved / counted.batch.schedule.micro_batches / 1e6,
+        BEFORE: busiest_over_mean([packed.sum(axis=0)]),
+        AFTER: busiest_over_mean(counted.forward_loads, counted.batch.pools),
+        MOVED: moved / counted.batch.schedule.micro_batches / 1e6,
     }
 
 

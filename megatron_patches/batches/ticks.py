@@ -16,6 +16,7 @@ import torch
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Plan
+from distca.run_figures import PLAN_WAIT
 from distca.runtime import CoreAttention, EventCursor, Exchange, Prefetcher, build_exchange
 from distca.runtime.shared_heads import SharedHeads
 from distca.schedule import (
@@ -316,7 +317,7 @@ class PlannedIterator(Iterator[TickInput]):
         Among them the milliseconds for which ticks were waited for since the last call.
         """
         waited, self._seconds_waited = self._seconds_waited, 0.0
-        return {**self._figures, "plan wait ms": 1e3 * waited}
+        return {**self._figures, PLAN_WAIT: 1e3 * waited}
 
     def close(self) -> None:
         """Ends the threads and the process."""

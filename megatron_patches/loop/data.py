@@ -6,6 +6,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,6 +188,7 @@ class _Splits:
                     self.config.backward,
                     consumed,
                     self.planned.micro_batches_at(consumed),
+                    _folder_of_boards(args),
                 )
         return self._iterator(
             stream, {"train": TRAIN, "valid": VALID, "test": TEST}[which], consumed
@@ -208,6 +210,13 @@ class _Splits:
         if self.planned is not None:
             return self.planned.iterator(stream, number, first_sample)
         return packed_iterator(self.config, self.args, self.layout, stream, first_sample)
+
+
+def _folder_of_boards(args: Namespace) -> Path | None:
+    """Returns the folder of TensorBoard's files on the rank that writes them; None: elsewhere."""
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    return None if get_tensorboard_writer() is None else Path(args.tensorboard_dir)
 
 
 def packed_iterator(

@@ -20,6 +20,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distca.run_figures import (
+    ALLOCATED,
+    ATTENTION_BUSIEST,
+    ATTENTION_MEAN,
+    BUSIEST,
+    MEAN,
+    MFU,
+    RESERVED,
+    RESIDENT,
+    SECONDS,
+    SPEED,
+    TFLOPS,
+    WAIT,
+)
 from distca.runtime import AttentionTimes
 from distca.simulate import peak_tflops
 from megatron_patches import cpu
@@ -32,13 +46,6 @@ from megatron_patches.pipeline.progress import Progress
 from megatron_patches.versions import counts_pairs
 
 logger = logging.getLogger(__name__)
-
-BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
-"""Names on boards of what a step takes of CPUs that stand in for GPUs."""
-
-ATTENTION_BUSIEST, ATTENTION_MEAN = "attention s, busiest rank", "attention s, mean rank"
-WAIT, SPEED, MFU, TFLOPS = "exposed wait, share of a step", "tokens/s", "MFU", "TFLOP/s of a device"
-ALLOCATED, RESERVED, RESIDENT = "peak allocated GB", "peak reserved GB", "peak RSS GB"
 
 _LEGEND = (
     "log lines: s is the time of a step; attention s, the time of attention kernels in a step on "
@@ -153,13 +160,13 @@ class StepLog:
             self.shared[RESIDENT] = float(peaks[0])
         else:
             self.shared |= {ALLOCATED: float(peaks[0]), RESERVED: float(peaks[1])}
-        self.shared["s"] = seconds / len(steps)
+        self.shared[SECONDS] = seconds / len(steps)
 
     def write(self, iteration: int) -> None:
         """Writes the figures to Megatron-LM's boards, which one rank has."""
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-        figures = {name: value for name, value in self.shared.items() if name != "s"}
+        figures = {name: value for name, value in self.shared.items() if name != SECONDS}
         if ATTENTION_MEAN in figures:
             balance = figures[ATTENTION_BUSIEST] / figures[ATTENTION_MEAN]
             figures["attention, busiest rank over mean"] = balance
@@ -330,8 +337,8 @@ def short_line(line: str, figures: Mapping[str, float]) -> str:
 def _measured(figures: Mapping[str, float]) -> dict[str, str]:
     """Returns the fields of measured figures."""
     found = {}
-    if "s" in figures:
-        found["s"] = f"{figures['s']:.3g}"
+    if SECONDS in figures:
+        found[SECONDS] = f"{figures[SECONDS]:.3g}"
     if SPEED in figures:
         found[SPEED] = f"{figures[SPEED]:.0f}"
     if MFU in figures:

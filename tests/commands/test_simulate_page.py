@@ -60,6 +60,18 @@ def test_figures_are_those_of_the_command(written: Path) -> None:
         assert sum(float(each[column][:-1]) for each in documents[1:]) == pytest.approx(100, abs=1)
 
 
+def test_memory_of_servers_is_that_of_the_system(written: Path) -> None:
+    rows: list[dict[str, Any]] = json.loads((written.parent / "report.json").read_text())
+    (ours,) = (row["memory_gb"] for row in rows if row["system"] == "tiles")
+    head, *servers = Page(written.read_text()).table("Peak memory")
+    # The system's is the most of all batches, these are of the first.
+    most = max(float(row[1]) for row in servers)
+    assert 0 < most <= ours + 0.05
+    assert most == pytest.approx(ours, rel=0.2)
+    assert all(each.startswith("GB sent, ") for each in head[2:])
+    assert all(max(float(row[at]) for row in servers) >= 0 for at in range(2, len(head)))
+
+
 def test_the_answer_and_the_command_stand_on_it(written: Path, capsys) -> None:
     page = Page(written.read_text())
     assert main(["simulate", *JOB]) == 0

@@ -92,6 +92,7 @@ NOT_RUN = {
     r"distca generate .*": "needs a model; test_generate.py has a small one",
     r"distca verify.*": "test_verify.py runs its stages",
     r"distca simulate --cluster machine.*": "test_verify.py makes a file and simulates with it",
+    r"distca report .*": "needs a run; test_report.py has two",
     r"distca tune .*": "needs a model; test_tune.py has a small one",
     r"distca simulate --serving .*": "takes a minute; test_serving_requests.py has a small trace",
     r"distca simulate --model deepseek-v3-like .*": "takes a minute; llama-8b is run",

@@ -1,0 +1,196 @@
+"""`distca report`: two real runs beside each other, and runs of which only logs are left."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca.commands import report
+from distca.commands.main import main
+from distca.plan import load_plan
+from distca.run_figures import (
+    AFTER,
+    ATTENTION_MEAN,
+    BUSIEST,
+    LOSS,
+    RESERVED,
+    SECONDS,
+    SPEED,
+    WAIT,
+    board_files,
+    read_boards,
+    read_log,
+)
+from distca.timeline import write_trace
+from support.pretraining import FLAGS, TOKENIZER, run_command
+from support.report_pages import Page, assert_usable, shown_by_browser
+from support.whole_runs import write_documents
+
+DISTCA = """
+ [2026-01-01 00:00:00] iteration        1/      80 | consumed samples:            4 |
+iteration 5/80 | lm loss: 7.500000 | grad norm: 2.656 | s: 9.5 | tokens/s: 100 | MFU: 41% | \
+attention s: 0.02/0.01 | wait: 43% | GB: 0.8/1.1 |
+[rank 1] iteration 10/80 | lm loss: 7.250000 | s: 2.5 | tokens/s: 400 | attention s: 0.2/0.1 | \
+wait: 13% |
+iteration 15/80 | lm loss: 7.000000 | s: 1.5 | tokens/s: 600 | attention s: 0.2/0.1 | wait: 15% |
+""".replace("\\\n", "")
+PLAIN = """
+ [2026-01-01] iteration        5/      80 | consumed samples:           20 | elapsed time per \
+iteration (ms): 9000.0 | lm loss: 7.500000E+00 | loss scale: 1.0 |
+ [2026-01-01] iteration       10/      80 | consumed samples:           40 | elapsed time per \
+iteration (ms): 4000.0 | lm loss: 7.250000E+00 | loss scale: 1.0 |
+""".replace("\\\n", "")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with `--distca` and of one without, and of the first one's report."""
+    folder = tmp_path_factory.mktemp("runs")
+    corpus = write_documents(folder / "corpus", [2000, *[40] * 60] * 4)
+    flags = [*TOKENIZER, *FLAGS, "--data-path", corpus, "--train-iters", "3"]
+    for name, own in (
+        ("ours", ["--distca", "--distca-trace", str(folder / "boards" / "trace.json")]),
+        ("plain", []),
+    ):
+        boards = str(folder / "boards" / name)
+        run_command(2, [*flags, *own, "--tensorboard-dir", boards, "--tensorboard-log-interval=1"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printed(trained: Path) -> dict[str, Any]:
+    """What `--json` prints of both runs; it also writes `page.html`."""
+    with pytest.MonkeyPatch.context() as patched:
+        lines: list[str] = []
+        patched.setattr(report.sys.stdout, "write", lines.append)
+        given = ["report", str(trained / "boards"), "--json", "--html", str(trained / "page.html")]
+        assert main(given) == 0
+    return json.loads("".join(lines))
+
+
+def test_figures_are_the_medians_of_the_boards(trained: Path, printed: dict[str, Any]) -> None:
+    assert [*printed["runs"]] == ["ours", "plain"]
+    for name, run in printed["runs"].items():
+        boards = read_boards(board_files(trained / "boards" / name))
+        medians = run["medians"]
+        assert {SPEED, BUSIEST} <= medians.keys()
+        for figure, median in medians.items():
+            values = [value for _, value in sorted(boards[figure].items())]
+            assert median == statistics.median(values[1:])
+        assert (run["first_iteration"], run["last_iteration"]) == (1, 3)
+        assert run["last_loss"] == boards[LOSS][3]
+    assert {AFTER, WAIT} <= printed["runs"]["ours"]["medians"].keys()
+    assert AFTER not in printed["runs"]["plain"]["medians"]
+
+
+def test_the_page_has_these_figures(trained: Path, printed: dict[str, Any]) -> None:
+    page = Page((trained / "page.html").read_text())
+    assert page.figures == printed
+    head, *rows = page.table("Medians")
+    assert head == ["figure", "ours", "plain"]
+    for figure, *cells in rows:
+        for name, cell in zip(head[1:], cells, strict=True):
+            value = printed["runs"][name]["medians"].get(figure)
+            assert cell == ("" if value is None else f"{value:.4g}")
+    losses = {name: dict(each) for name, each in printed["losses"].items()}
+    for step, ours, plain in page.table("Loss from")[1:]:
+        assert float(ours) == pytest.approx(losses["ours"][int(step)], rel=1e-5)
+        assert float(plain) == pytest.approx(losses["plain"][int(step)], rel=1e-5)
+
+
+def test_the_timeline_adds_up(trained: Path, printed: dict[str, Any]) -> None:
+    seconds = printed["timeline_seconds"]
+    trace = json.loads((trained / "boards" / "trace.json").read_text())["traceEvents"]
+    assert len(seconds) == 2
+    for rank, (name, parts) in enumerate(seconds.items()):
+        assert name.startswith(f"rank {rank}: ")
+        its = [each for each in trace if each["ph"] == "X" and each["pid"] == rank]
+        whole = max(each["ts"] + each["dur"] for each in its) - min(each["ts"] for each in its)
+        assert sum(parts.values()) == pytest.approx(whole / 1e6)
+        assert min(parts["core attention"], parts["other layers"]) > 0
+    page = Page((trained / "page.html").read_text())
+    lanes = [
+        each
+        for each in trace
+        if each["ph"] == "X" and each["cat"] in ("ticks", "exchange", "kernels")
+    ]
+    assert sum(tag == "rect" for tag, _ in page.elements) == len(lanes)
+
+
+def test_the_first_plan_is_saved_and_shown(trained: Path, printed: dict[str, Any]) -> None:
+    plan, saved = load_plan(trained / "boards" / "ours" / "first_plan.json")
+    assert not (trained / "boards" / "plain" / "first_plan.json").exists()
+    assert " --distca " in str(saved["command"])
+    page = Page((trained / "page.html").read_text())
+    assert str(saved["command"]) in page.texts["pre"]
+    assert len(page.table("Loads are")) == 1 + plan.world_size == 3
+    assert len(page.table("MB that")) == 3
+
+
+def test_the_report_is_usable_and_a_browser_shows_it(
+    trained: Path, printed: dict[str, Any], tmp_path: Path
+) -> None:
+    path = trained / "page.html"
+    assert_usable(path)
+    text = path.read_text()
+    shown = shown_by_browser(path, tmp_path)
+    for element in ("<rect", "<polyline", "<td"):
+        assert shown.count(element) == text.count(element) > 0
+
+
+def test_logs_are_read_where_there_are_no_boards(tmp_path: Path, capsys) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "ours.log").write_text(DISTCA)
+    (tmp_path / "logs" / "plain.out").write_text(PLAIN)
+    (tmp_path / "logs" / "rank-0.log").write_text("Megatron prints this\n")
+    assert main(["report", str(tmp_path)]) == 0
+    first, *table = capsys.readouterr().out.splitlines()
+    assert first == (
+        "logs/ours.log: iterations 5 to 15, loss 7.5 to 7, 500 tokens/s. The seconds of a step: 2; "
+        "2.00 times those of logs/ours.log in logs/plain.out."
+    )
+    width = max(map(len, report.SHOWN))
+    rows = {line[:width].strip(): line[width:].split() for line in table[1:]}
+    assert table[0].split()[-2:] == ["logs/ours.log", "logs/plain.out"]
+    assert rows["s"] == ["2", "4"]
+    ours, plain = read_log(tmp_path / "logs" / "ours.log"), read_log(tmp_path / "logs/plain.out")
+    assert ours[SECONDS] == {5: 9.5, 10: 2.5, 15: 1.5}
+    assert (ours[WAIT][10], ours["MFU"][5], ours[RESERVED][5]) == (0.13, 0.41, 1.1)
+    assert ours[ATTENTION_MEAN] == {5: 0.01, 10: 0.1, 15: 0.1}
+    assert plain[SECONDS] == {5: 9.0, 10: 4.0}
+    assert plain[LOSS] == {5: 7.5, 10: 7.25}
+
+
+def test_a_timeline_alone_is_a_report(tmp_path: Path, capsys) -> None:
+    event = {"ph": "X", "pid": 0, "tid": 0, "tdur": 0.0, "args": {}}
+    spans = [
+        event | {"name": "forward: micro-batch 0", "cat": "ticks", "ts": 0.0, "dur": 6e6},
+        event | {"name": "core attention", "cat": "kernels", "ts": 1e6, "dur": 2e6},
+        event | {"name": "wait for combine", "cat": "exchange", "ts": 3e6, "dur": 1e6},
+        event | {"name": "pass on", "cat": "pipeline", "ts": 6e6, "dur": 4e6},
+    ]
+    write_trace(tmp_path / "trace.json", [("rank 0", spans)])
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "core attention 2, waits 1, other layers 3, between ticks 4" in capsys.readouterr().out
+    assert_usable(tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (None, "is no folder: give the one that a run wrote to"),
+        ("empty", "has no figures of a run: train with --tensorboard-dir or --distca-trace"),
+    ],
+)
+def test_folders_without_runs_are_refused(tmp_path: Path, capsys, made, said: str) -> None:
+    if made is not None:
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x" / "broken.json").write_text("{")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path / "x")])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
