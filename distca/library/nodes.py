@@ -1,4 +1,4 @@
-"""The documents of a plan: documents of a micro-batch, and the nodes of its trees."""
+"""The nodes of a micro-batch: its documents, and the nodes of its trees."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from distca.library.documents import IGNORED, Document
 from distca.library.trees import Tree
 from distca.plan import Placement
+from distca.plan.paths import Paths, path_lengths
 from distca.plan.span import Int64s, expand_ranges
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Documents of a plan, a number for each document and for each node of a tree.
+    """A number for each document and for each node of a tree.
 
     The *own tokens* of all of them are numbered one after the other.
 
@@ -68,11 +69,12 @@ class Nodes:
     @cached_property
     def lengths(self) -> Int64s:
         """Tokens of each node's path, `[nodes]`."""
-        found = self.own_lengths.copy()
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                found[node] += found[parent]
-        return found
+        return path_lengths(self.own_lengths, self.parents)
+
+    @cached_property
+    def in_plans(self) -> Paths:
+        """The documents of plans, which nodes are joined to."""
+        return Paths.of(self.own_lengths, self.parents)
 
     @cached_property
     def trained(self) -> tuple[Int64s, Int64s, Int64s, torch.Tensor]:
@@ -168,8 +170,8 @@ class Nodes:
 
     def of_rank(self, placement: Placement, rank: int) -> Int64s:
         """Returns the numbers of a rank's own tokens, in the order of its rows."""
-        mine = placement.of_rank(rank)
-        offset = (self.first - (self.lengths - self.own_lengths))[mine.document]
+        mine, paths = placement.of_rank(rank), self.in_plans
+        offset = (self.first[paths.first_node] - paths.prefix)[mine.document]
         return expand_ranges(offset + mine.start, mine.end - mine.start)
 
     def predictions_of_rank(self, placement: Placement, rank: int) -> tuple[Int64s, Int64s]:
@@ -188,13 +190,6 @@ def rows_of_rank(
     """Returns the tokens of a rank, and the position of each on its path, int64 `[rows]`, on the
     CPU."""
     mine = placement.of_rank(rank)
-    none = torch.zeros(0, dtype=torch.int64)
-    prefix = nodes.lengths - nodes.own_lengths
-    tokens, positions = [none], [none]
-    for node, start, end in zip(
-        mine.document.tolist(), mine.start.tolist(), mine.end.tolist(), strict=True
-    ):
-        first = int(prefix[node])
-        tokens.append(nodes.tokens[node][start - first : end - first])
-        positions.append(torch.arange(start, end))
-    return torch.cat(tokens), torch.cat(positions)
+    numbers = torch.from_numpy(nodes.of_rank(placement, rank))
+    positions = expand_ranges(mine.start, mine.end - mine.start)
+    return torch.cat(nodes.tokens)[numbers], torch.from_numpy(positions)

@@ -87,8 +87,9 @@ class PlanDocuments:
                 "another `first` for each call"
             )
         scheduler = TilesScheduler(self.config)
-        lengths, parents = nodes.lengths, nodes.parents
-        first = scheduler.plan(lengths, capacities, self.masks[0], parents)
+        paths = nodes.in_plans
+        lengths, family = paths.lengths, (paths.parents, paths.prefix)
+        first = scheduler.plan(lengths, capacities, self.masks[0], *family)
         placement = first.placement
-        others = (scheduler.schedule(lengths, placement, mask, parents) for mask in self.masks[1:])
+        others = (scheduler.schedule(lengths, placement, mask, *family) for mask in self.masks[1:])
         return first, *others

@@ -247,7 +247,8 @@ def _tree(
         nodes.append(rollouts[members[0]].tokens[start:end].clone())
         parents.append(parent)
         ends |= {each: number for each in members if len(tokens[each]) == end}
-        below = _split(tokens, members, end, least)
+        # The one with most rollouts follows its parent, and so goes on with its document in plans.
+        below = sorted(_split(tokens, members, end, least), key=lambda each: -len(each[0]))
         left += [(some, end, until, number) for some, until in below[::-1]]
     members = sorted(ends)
     return Tree(

@@ -53,10 +53,11 @@ class Plan:
         head_groups: groups of heads, above 1 in inference alone. Each has documents of its own:
             document `group * sequences + sequence` is what the group's heads see of a sequence. A
             token of its owner has a row for each group, with the heads of that group.
-        parents: document whose tokens are the first of each document, its cached prefix, int64
+        parents: document whose first tokens are those of each document, its cached prefix, int64
             `[documents]`; -1: none. None: no document has any. A document's *path* is its parent's
-            path and then its own tokens; positions and lengths are those of paths, and the
-            placement has own tokens alone. Documents with one parent share its tokens.
+            path, up to where it branches off, and then its own tokens; positions and lengths are
+            those of paths, and the placement has own tokens alone. Documents with one parent share
+            its tokens.
     """
 
     lengths: Int64s

@@ -55,8 +55,11 @@ def _check_parents(plan: Plan) -> None:
     numbers = np.arange(len(parents))
     # So that nobody is an ancestor of its own.
     _refuse((parents < -1) | (parents >= numbers), "a parent is no earlier document", parents)
-    shared = np.where(parents < 0, 0, plan.lengths[parents])
-    _refuse(prefix != shared, "a prefix is not the parent's tokens", prefix, shared)
+    # It branches off behind an own token of the parent.
+    least = np.where(parents < 0, 0, prefix[parents] + 1)
+    most = np.where(parents < 0, 0, plan.lengths[parents])
+    outside = (prefix < least) | (prefix > most)
+    _refuse(outside, "a prefix does not end among the parent's own tokens", prefix, least, most)
 
 
 def _check_placement(plan: Plan) -> None:

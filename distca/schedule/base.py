@@ -176,16 +176,18 @@ def document_loads(
     return task_loads(Tasks(numbers, prefix, lengths, first_keys, lengths, zeros), mask, cost_model)
 
 
-def shared_prefixes(lengths: Int64s, parents: Int64s) -> Int64s:
+def shared_prefixes(lengths: Int64s, parents: Int64s, prefix: Int64s | None = None) -> Int64s:
     """Returns the tokens of each document that are its parent's, int64 `[documents]`.
 
     Args:
         lengths: tokens of each document with those of its parent, int64 `[documents]`.
-        parents: an earlier document, whose tokens are the first of each document, or -1, int64
+        parents: an earlier document, whose first tokens are those of each document, or -1, int64
             `[documents]`.
+        prefix: tokens that are the parent's, likewise; None: all that the parent has.
 
     Raises:
-        ValueError: a parent is no earlier document, or a document has no tokens of its own.
+        ValueError: a parent is no earlier document, a document has no tokens of its own, or it
+            branches off where its parent has no token of its own.
     """
     wrong = np.flatnonzero((parents < -1) | (parents >= np.arange(len(parents))))
     if len(wrong):
@@ -193,12 +195,21 @@ def shared_prefixes(lengths: Int64s, parents: Int64s) -> Int64s:
             f"document {wrong[0]} has the parent {parents[wrong[0]]}: give an earlier document, "
             "or -1 for none"
         )
-    prefix = np.where(parents < 0, 0, lengths[parents])
+    if prefix is None:
+        prefix = np.where(parents < 0, 0, lengths[parents])
+    most = np.where(parents < 0, 0, lengths[parents])
+    least = np.where(parents < 0, 0, prefix[parents] + 1)
     wrong = np.flatnonzero(lengths <= prefix)
     if len(wrong):
         raise ValueError(
-            f"document {wrong[0]} has {lengths[wrong[0]]} tokens, and its parent has "
-            f"{prefix[wrong[0]]} of them: give it at least one of its own"
+            f"document {wrong[0]} has {lengths[wrong[0]]} tokens, and "
+            f"{prefix[wrong[0]]} of them are its parent's: give it at least one of its own"
+        )
+    wrong = np.flatnonzero((prefix < least) | (prefix > most))
+    if len(wrong):
+        raise ValueError(
+            f"document {wrong[0]} has {prefix[wrong[0]]} tokens of its parent: give "
+            f"{least[wrong[0]]} to {most[wrong[0]]}"
         )
     return prefix
 

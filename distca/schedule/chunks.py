@@ -39,7 +39,12 @@ class OverChunks:
         return chunks.whole(plan, lengths, chunks.placed(plan.placement), mask)
 
     def schedule(
-        self, lengths: Int64s, placement: Placement, mask: Mask, parents: Int64s | None = None
+        self,
+        lengths: Int64s,
+        placement: Placement,
+        mask: Mask,
+        parents: Int64s | None = None,
+        prefix: Int64s | None = None,
     ) -> Plan:
         """Makes a plan as `Scheduler.schedule` says.
 
@@ -48,6 +53,7 @@ class OverChunks:
             placement: ranks that own the tokens.
             mask: attention mask of all documents.
             parents: see `Plan.parents`, for tiles alone; None: no document has any.
+            prefix: see `TilesScheduler.plan`.
 
         Raises:
             ValueError: a chunk ends within a kernel's block.
@@ -55,7 +61,7 @@ class OverChunks:
         if parents is not None:
             assert isinstance(self.scheduler, TilesScheduler)
             assert mask.attention_chunk is None
-            return self.scheduler.schedule(lengths, placement, mask, parents)
+            return self.scheduler.schedule(lengths, placement, mask, parents, prefix)
         if mask.attention_chunk is None:
             return self.scheduler.schedule(lengths, placement, mask)
         chunks = _Chunks.of(lengths, mask.attention_chunk)

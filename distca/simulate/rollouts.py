@@ -14,6 +14,7 @@ import numpy as np
 
 from distca.cost.volume import BackwardInputs
 from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan.paths import Paths
 from distca.plan.span import Int64s
 from distca.schedule import (
     ExecutionOptions,
@@ -251,8 +252,7 @@ def _dealt(groups: Sequence[Group], parts: int, token_pairs: float) -> list[list
     """Deals groups out to some parts, the largest first to the one with least work."""
 
     def work(group: Group) -> float:
-        lengths, parents = _family([group])
-        prefix = np.where(parents < 0, 0, lengths[parents])
+        lengths, _, prefix = _family([group])
         pairs = Mask().pairs(prefix, lengths, np.zeros_like(prefix), lengths)
         return float(pairs.sum()) + token_pairs * group.tokens
 
@@ -266,15 +266,17 @@ def _dealt(groups: Sequence[Group], parts: int, token_pairs: float) -> list[list
     return found
 
 
-def _family(groups: Sequence[Group]) -> tuple[Int64s, Int64s]:
-    """Returns lengths and parents of the groups' trees, as `TilesScheduler.plan` takes them."""
-    lengths: list[int] = []
+def _family(groups: Sequence[Group]) -> tuple[Int64s, Int64s, Int64s]:
+    """Returns lengths, parents and prefixes of the groups' documents, as `TilesScheduler.plan`
+    takes them."""
+    own: list[int] = []
     parents: list[int] = []
     for group in groups:
-        root = len(lengths)
-        lengths += [group.prompt, *group.rollouts]
+        root = len(own)
+        own += [group.prompt, *group.responses]
         parents += [-1, *[root] * len(group.responses)]
-    return np.array(lengths, dtype=np.int64), np.array(parents, dtype=np.int64)
+    paths = Paths.of(np.array(own, dtype=np.int64), np.array(parents, dtype=np.int64))
+    return paths.lengths, paths.parents, paths.prefix
 
 
 def _plans(
@@ -296,12 +298,12 @@ def _plans(
                 for other, mask in enumerate(masks):
                     found.setdefault((other, half), []).append(_nothing(size, mask))
                 continue
-            lengths, parents = _family(of_half)
+            lengths, *family = _family(of_half)
             capacities = even_capacities(sum(group.tokens for group in of_half), size)
-            first = scheduler.plan(lengths, capacities, masks[0], parents)
+            first = scheduler.plan(lengths, capacities, masks[0], *family)
             found.setdefault((0, half), []).append(first)
             for other, mask in enumerate(masks[1:], 1):
-                plan = scheduler.schedule(lengths, first.placement, mask, parents)
+                plan = scheduler.schedule(lengths, first.placement, mask, *family)
                 found.setdefault((other, half), []).append(plan)
     return tuple(_beside(found[key]) for key in sorted(found))
 

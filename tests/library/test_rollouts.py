@@ -103,6 +103,22 @@ def test_numbers_begin_where_they_are_told() -> None:
     assert sorted(n for tree in trees for n in tree.rollouts) == [*range(30, 30 + len(rollouts))]
 
 
+def test_turns_of_a_conversation_are_one_document_of_plans() -> None:
+    """Wherever answers branch off: the child with most rollouts below goes on with its parent."""
+    made = torch.Generator().manual_seed(3)
+    history, rollouts = torch.randint(9, (40,), generator=made), []
+    for _ in range(30):
+        for _ in range(2):
+            answer = torch.randint(9, (20,), generator=made)
+            rollouts.append(Rollout(torch.cat([history, answer])))
+        history = torch.cat([history, answer, torch.randint(9, (20,), generator=made)])
+    (tree,) = share_prefixes(rollouts, 16)
+    paths = Nodes((tree,)).in_plans
+    assert len(tree.nodes) > 59
+    assert len(paths.lengths) == 31
+    assert set(paths.parents.tolist()) == {-1, 0}
+
+
 def star_of(seed: int) -> list[Rollout]:
     return star(torch.Generator().manual_seed(seed))
 

@@ -14,6 +14,7 @@ from distca.plan import Mask, Plan, validate_plan
 from distca.plan.saved import load_plan, save_plan
 from distca.runtime import build_exchange
 from distca.schedule import ScheduleConfig, TilesScheduler, even_capacities
+from distca.schedule.base import shared_prefixes
 from support.random_trees import met, random_family, visible
 
 MASKS = (Mask(), Mask(window_left=40), Mask(attention_chunk=64))
@@ -21,13 +22,19 @@ SHAPE = AttentionShape(8, 2, 16)
 
 
 def plan_of(
-    lengths, parents, ranks: int, mask: Mask = MASKS[0], tolerance: float = 0.1, block: int = 16
+    lengths,
+    parents,
+    ranks: int,
+    mask: Mask = MASKS[0],
+    tolerance: float = 0.1,
+    block: int = 16,
+    prefix=None,
 ) -> Plan:
     config = ScheduleConfig(tolerance, SHAPE, block=block)
-    own = lengths - np.where(parents < 0, 0, lengths[parents])
+    own = lengths - shared_prefixes(lengths, parents, prefix)
     scheduler = TilesScheduler(config)
-    plan = scheduler.plan(lengths, even_capacities(int(own.sum()), ranks), mask, parents)
-    again = scheduler.schedule(lengths, plan.placement, mask, parents)
+    plan = scheduler.plan(lengths, even_capacities(int(own.sum()), ranks), mask, parents, prefix)
+    again = scheduler.schedule(lengths, plan.placement, mask, parents, prefix)
     validate_plan(plan)
     validate_plan(again)
     return plan
@@ -37,9 +44,9 @@ def test_every_visible_pair_is_in_one_task(full: bool) -> None:
     """Of random trees: chains, stars, nodes of one token, more ranks than tokens."""
     for seed in range(1000 if full else 60):
         random = np.random.default_rng(seed)
-        lengths, parents = random_family(random)
+        lengths, parents, prefix = random_family(random)
         mask = MASKS[seed % len(MASKS)]
-        plan = plan_of(lengths, parents, int(random.integers(1, 6)), mask)
+        plan = plan_of(lengths, parents, int(random.integers(1, 6)), mask, prefix=prefix)
         np.testing.assert_array_equal(met(plan), visible(plan, mask), err_msg=str(seed))
         assert int(plan.loads().sum()) == int(visible(plan, mask).sum())
         assert int(plan.loads_at_home().sum()) == int(plan.loads().sum())
@@ -96,8 +103,8 @@ def test_load_is_within_the_tolerance(ranks: int) -> None:
 def test_memory_and_exchange_count_the_same_rows() -> None:
     for seed in range(30):
         random = np.random.default_rng(seed)
-        lengths, parents = random_family(random, 8)
-        plan = plan_of(lengths, parents, 3)
+        lengths, parents, prefix = random_family(random, 8)
+        plan = plan_of(lengths, parents, 3, prefix=prefix)
         memory = plan_memory(plan, SHAPE)
         assert memory.indices >= 0
         for rank in range(3):
@@ -129,7 +136,7 @@ def test_wrong_plans_are_refused() -> None:
     assert prefix is not None
     with pytest.raises(ValueError, match="a parent is no earlier document"):
         validate_plan(replace(plan, parents=np.array([-1, 2, 1, -1])))
-    with pytest.raises(ValueError, match="a prefix is not the parent's tokens"):
+    with pytest.raises(ValueError, match="does not end among the parent's own tokens"):
         validate_plan(replace(plan, parents=np.array([-1, 0, 0, -1])))
     with pytest.raises(ValueError, match="not one prefix for each document"):
         validate_plan(replace(plan, cached_prefix=None))
@@ -139,6 +146,9 @@ def test_wrong_plans_are_refused() -> None:
         plan_of(np.array([300, 350]), np.array([1, -1]), 2)
     with pytest.raises(ValueError, match="at least one of its own"):
         plan_of(np.array([300, 300]), np.array([-1, 0]), 2)
+    family = np.array([300, 350, 420]), np.array([-1, 0, 1])
+    with pytest.raises(ValueError, match="tokens of its parent: give 301 to 350"):
+        plan_of(*family, 2, prefix=np.array([0, 300, 300]))
 
 
 def test_seconds_of_a_cost_model_balance_too() -> None:

@@ -29,8 +29,7 @@ def owners(placement, lengths, prefix) -> list[np.ndarray]:
 def test_each_token_is_on_one_rank_and_ranks_are_full() -> None:
     for seed in range(200):
         random = np.random.default_rng(seed)
-        lengths, parents = random_family(random)
-        prefix = shared_prefixes(lengths, parents)
+        lengths, parents, prefix = random_family(random)
         line = TreeLine.of(lengths - prefix, prefix, parents)
         ranks = int(random.integers(1, 5))
         capacities = even_capacities(int(line.own.sum()), ranks)

@@ -8,23 +8,39 @@ from distca.plan import Mask, Plan
 from distca.plan.span import Int64s
 
 
-def random_family(random: np.random.Generator, most: int = 12) -> tuple[Int64s, Int64s]:
-    """Draws documents, some of them with parents.
+def random_nodes(random: np.random.Generator, most: int = 12) -> tuple[Int64s, Int64s]:
+    """Draws nodes of trees.
 
     Returns:
-        Lengths with those of the parents, and parents, int64 `[documents]` each.
+        Own lengths and parents, int64 `[nodes]` each.
     """
     count = int(random.integers(1, most + 1))
     kind = random.choice(["any", "chain", "star", "none"])
     longest = int(random.choice([1, 9, 70, 300]))
-    lengths, parents = np.zeros(count, dtype=np.int64), np.full(count, -1, dtype=np.int64)
+    parents = np.full(count, -1, dtype=np.int64)
     for n in range(count):
         if n and kind != "none":
             others = {"chain": n - 1, "star": 0, "any": int(random.integers(-1, n))}
             parents[n] = others[kind]
-        before = lengths[parents[n]] if parents[n] >= 0 else 0
-        lengths[n] = before + random.integers(1, longest + 1)
-    return lengths, parents
+    return random.integers(1, longest + 1, count), parents
+
+
+def random_family(random: np.random.Generator, most: int = 12) -> tuple[Int64s, Int64s, Int64s]:
+    """Draws documents, some of them with parents that they branch off from anywhere.
+
+    Returns:
+        Lengths with those of the parents, parents, and tokens that are the parents', int64
+        `[documents]` each.
+    """
+    own, parents = random_nodes(random, most)
+    prefix = np.zeros_like(own)
+    for n, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            whole = random.random() < 0.3
+            prefix[n] = prefix[parent] + (
+                own[parent] if whole else random.integers(1, own[parent] + 1)
+            )
+    return prefix + own, parents, prefix
 
 
 def tokens_of_path(plan: Plan, document: int) -> Int64s:
@@ -34,7 +50,7 @@ def tokens_of_path(plan: Plan, document: int) -> Int64s:
     first, length = plan.cached_prefix[document], plan.lengths[document]
     own: Int64s = plan.document_offsets[document] + np.arange(first, length)
     parent = int(plan.parents[document])
-    return own if parent < 0 else np.concatenate([tokens_of_path(plan, parent), own])
+    return own if parent < 0 else np.concatenate([tokens_of_path(plan, parent)[:first], own])
 
 
 def visible(plan: Plan, mask: Mask) -> Int64s:

@@ -35,7 +35,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -203,14 +203,18 @@ class _Mover:
 
     def _holders(self, document: int) -> dict[int, list[tuple[int, int]]]:
         """Returns the servers with keys of a document, and the joined ranges that they have."""
+        held, prefix = self._holders_of_own(document), self._plan.cached_prefix
         path = self._path(document)
-        if len(path) == 1:
-            return self._holders_of_own(document)
-        held: dict[int, list[tuple[int, int]]] = {}
-        for each in path:
+        if len(path) == 1 or prefix is None:
+            return held
+        held = dict(held)
+        for below, each in pairwise(path):
+            # The document sees its parent's tokens up to where it branches off.
+            until = int(prefix[below])
             for server, spans in self._holders_of_own(each).items():
                 for start, end in spans:
-                    held[server] = _joined(held.get(server, []), start, end)
+                    if start < until:
+                        held[server] = _joined(held.get(server, []), start, min(end, until))
         return held
 
     def _path(self, document: int) -> list[int]:

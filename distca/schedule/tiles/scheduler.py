@@ -135,7 +135,12 @@ class TilesScheduler:
         self._config = config
 
     def plan(
-        self, lengths: Int64s, capacities: Int64s, mask: Mask, parents: Int64s | None = None
+        self,
+        lengths: Int64s,
+        capacities: Int64s,
+        mask: Mask,
+        parents: Int64s | None = None,
+        prefix: Int64s | None = None,
     ) -> Plan:
         """Makes a plan as `Scheduler.plan` says.
 
@@ -144,13 +149,14 @@ class TilesScheduler:
             capacities: tokens that each rank owns, int64 `[ranks]`.
             mask: attention mask of all documents; it counts a parent's tokens, too.
             parents: see `Plan.parents`; None: no document has any.
+            prefix: tokens of each document that are its parent's, int64 `[documents]`; None: all
+                that the parent has.
 
         Raises:
             BufferBoundError: no plan keeps to `max_buffer_bytes`.
-            ValueError: a parent is no earlier document, a document has no tokens of its own, or
-                there are parents and `max_buffer_bytes`.
+            ValueError: see `shared_prefixes`; or there are parents and `max_buffer_bytes`.
         """
-        family = self._family(lengths, mask, parents)
+        family = self._family(lengths, mask, parents, prefix)
         config, lengths, line = self._config, family.own_lengths, family.line
         loads = document_loads(family.lengths, mask, config.cost_model, family.prefix)
         if line is not None:
@@ -194,23 +200,30 @@ class TilesScheduler:
         return self._best(found)
 
     def schedule(
-        self, lengths: Int64s, placement: Placement, mask: Mask, parents: Int64s | None = None
+        self,
+        lengths: Int64s,
+        placement: Placement,
+        mask: Mask,
+        parents: Int64s | None = None,
+        prefix: Int64s | None = None,
     ) -> Plan:
-        """Makes a plan as `Scheduler.schedule` says; `lengths` and `parents` as `plan` has them.
+        """Makes a plan as `Scheduler.schedule` says; the other arguments are those of `plan`.
 
         Raises:
             BufferBoundError: no plan with this placement keeps to `max_buffer_bytes`.
             ValueError: as `plan`.
         """
-        family = self._family(lengths, mask, parents)
+        family = self._family(lengths, mask, parents, prefix)
         return self._best([self._candidate(family, placement)])
 
-    def _family(self, lengths: Int64s, mask: Mask, parents: Int64s | None) -> _Family:
+    def _family(
+        self, lengths: Int64s, mask: Mask, parents: Int64s | None, prefix: Int64s | None
+    ) -> _Family:
         lengths = np.asarray(lengths, dtype=np.int64)
         if parents is None:
             return _Family(lengths, mask)
         parents = np.asarray(parents, dtype=np.int64)
-        prefix = shared_prefixes(lengths, parents)
+        prefix = shared_prefixes(lengths, parents, prefix)
         if self._config.max_buffer_bytes is not None:
             raise ValueError("documents with parents are not planned with max_buffer_bytes")
         return _Family(lengths, mask, parents, prefix)

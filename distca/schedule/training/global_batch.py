@@ -288,7 +288,7 @@ class GlobalBatchPlanner:
                 validate_plan(plan)
             whole_batch, *others = ((NanoPlan(plan),) for plan in plans)
             members = range(first, first + 1)
-            return [PlannedMicroBatch((documents.nodes(),), whole_batch, members, (*others,))]
+            return [PlannedMicroBatch((documents.paths(),), whole_batch, members, (*others,))]
         whole = count == 1 and not options.ping_pong
         micro_batches = plan_chain(
             cut_chain(lengths, self._part_loads, count, not options.free_placement),

@@ -66,16 +66,17 @@ class Documents:
         """Divides the documents, in turn, into parts of about as many documents each."""
         return [self.select(each) for each in np.array_split(np.arange(len(self.lengths)), number)]
 
-    def nodes(self) -> Documents:
-        """Returns the nodes of the documents as documents, with the tokens of their paths.
+    def paths(self) -> Documents:
+        """Returns the documents of a plan of the trees, with the tokens of their paths.
 
-        A node's first own token has the place of its path's length before it, so that
-        `stream_positions` finds own tokens alone.
+        The first own token of each has the place of its prefix's length, so that `stream_positions`
+        finds own tokens alone.
         """
         trees = self.trees
         assert trees is not None
-        starts = self.starts[trees.document] + trees.offsets - trees.prefix
-        return Documents(trees.lengths, starts)
+        paths = trees.paths
+        offset = (self.starts[trees.document] + trees.offsets)[paths.first_node]
+        return Documents(paths.lengths, offset - paths.prefix)
 
     def stream_positions(self, document: Int64s, place: Int64s) -> Int64s:
         """Returns where tokens of documents are in the stream, `PADDING` for those of padding.

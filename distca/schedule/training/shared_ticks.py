@@ -195,7 +195,12 @@ def join_stages(
         own = [None if s is None else with_earlier(s.plan, s.split_documents) for s in stages]
         return side_by_side(own, servers, world_size)
     together = side_by_side([None if s is None else s.plan for s in stages], servers, world_size)
-    plan = scheduler.schedule(together.lengths, together.placement, together.mask, together.parents)
+    lengths, placement, mask = together.lengths, together.placement, together.mask
+    if together.parents is None:
+        plan = scheduler.schedule(lengths, placement, mask)
+    else:
+        family = together.parents, together.cached_prefix
+        plan = scheduler.schedule(lengths, placement, mask, *family)
     split_documents, first_document = [], 0
     for stage, ranks in zip(stages, servers, strict=True):
         if stage is None:

@@ -3,7 +3,7 @@
 A *node* is a run of tokens. Its *path* is the tokens of its parent's path, and then its own. A
 token sees its own node up to itself, and all nodes above: what it would see if its path were a
 document.
-Plans number nodes as documents with parents (`Plan.parents`).
+Plans join nodes to documents (`distca.plan.paths`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from distca.plan import LayerMasks, Plan
+from distca.plan.paths import Paths, path_lengths
 from distca.plan.span import Int64s, expand_ranges
 from distca.schedule.tiles.scheduler import TilesScheduler
 
@@ -77,11 +78,12 @@ class DocumentTrees:
     @cached_property
     def lengths(self) -> Int64s:
         """Tokens of each node's path, `[nodes]`."""
-        found: list[int] = []
-        columns = self.own_lengths.tolist(), self.numbered_parents.tolist()
-        for own, parent in zip(*columns, strict=True):
-            found.append(own if parent < 0 else own + found[parent])
-        return np.array(found, dtype=np.int64)
+        return path_lengths(self.own_lengths, self.numbered_parents)
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The documents of a plan."""
+        return Paths.of(self.own_lengths, self.numbered_parents)
 
     @property
     def prefix(self) -> Int64s:
@@ -102,15 +104,16 @@ def plan_trees(
     """Plans a micro-batch whose documents share tokens, with each mask and one placement.
 
     Args:
-        trees: nodes of the documents, which the plans number as documents.
+        trees: nodes of the documents; the plans have the documents `trees.paths`.
         scheduler: scheduler over the ranks of a stage.
         masks: masks of the layers.
         ranks: ranks of a stage, which divide the tokens.
     """
     own = int(trees.own_lengths.sum()) // ranks
     capacities = np.full(ranks, own, dtype=np.int64)
-    lengths, parents = trees.lengths, trees.numbered_parents
+    paths = trees.paths
+    lengths, family = paths.lengths, (paths.parents, paths.prefix)
     first, *others = masks.masks
-    plan = scheduler.plan(lengths, capacities, first, parents)
-    rest = (scheduler.schedule(lengths, plan.placement, mask, parents) for mask in others)
+    plan = scheduler.plan(lengths, capacities, first, *family)
+    rest = (scheduler.schedule(lengths, plan.placement, mask, *family) for mask in others)
     return [plan, *rest]
