@@ -13,7 +13,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from distca.documents.lengths import (
     shuffled,
 )
 from distca.plan import (
-    Mask,
     Plan,
     load_stepped_plan,
     place_in_turn,
@@ -296,7 +295,9 @@ def _make(args: argparse.Namespace, given: Mapping[str, str], command: str) -> N
     plan, seconds = _timed_plan(args, args.scheduler, model, config, lengths, capacities)
     sizes = {"servers": args.servers, "tokens_per_server": args.tokens_per_server}
     made_for = {**sizes, **to_json(config)}
-    _show(args, command, plan, config, describe(plan, config), seconds, made_for, model)
+    scheduler = make_scheduler(args.scheduler, config)
+    others = [scheduler.schedule(lengths, plan.placement, m) for m in model.masks.masks[1:]]
+    _show(args, command, plan, config, describe(plan, config), seconds, made_for, model, others)
 
 
 def _check_flags(args: argparse.Namespace, given: Mapping[str, str]) -> None:
@@ -363,13 +364,11 @@ def _timed_plan(
     from distca.runtime.exchange import build_exchange
 
     scheduler = make_scheduler(name, config)
-    mask = Mask(model.window_left, model.attention_chunk_size)
+    # As in training, the plan of layers that see most chooses the placement.
+    mask = model.masks.masks[0]
     start = time.perf_counter()
     if args.placement == "free":
-        chooses = model.masks.masks[0]
-        plan = scheduler.plan(lengths, capacities, chooses)
-        if chooses != mask:
-            plan = scheduler.schedule(lengths, plan.placement, mask)
+        plan = scheduler.plan(lengths, capacities, mask)
     else:
         plan = scheduler.schedule(lengths, place_in_turn(lengths, capacities), mask)
     planned = time.perf_counter()
@@ -392,6 +391,7 @@ def _show(
     seconds: dict[str, float],
     made_for: dict[str, object],
     model: ModelSize | None = None,
+    others: Sequence[Plan] = (),
 ) -> None:
     """Prints the figures of one plan, and writes its files.
 
@@ -404,14 +404,19 @@ def _show(
         seconds: seconds of planning; empty for a plan that was loaded.
         made_for: JSON values that are saved with the plan.
         model: model that it was made for, if that is known.
+        others: plans of its layers with other masks, for the same tokens on each rank.
     """
     figures = {**asdict(summary), **seconds}
+    if others:
+        figures["other_layers"] = planned_heads.figures_of_other_layers(others, config)
     if args.json:
         _write(json.dumps(figures, indent=1))
     else:
         _write(format_summary(summary))
     if not args.json and model is not None and len(model.masks.masks) > 1:
         _write(f"  layers          {planned_heads.layers_of(plan.mask, model)}")
+        for other in others:
+            _write(f"  other layers    {planned_heads.balance_of(other, config)}")
     if seconds and not args.json:
         _write(
             f"  planned in      {1e3 * seconds['plan_seconds']:.1f} ms, one rank's exchange in "
@@ -483,6 +488,8 @@ def _compare(
         _write(f"{name:16}" + "".join(cells))
     _write("(sent, recv: of the busiest rank; one layer, forward; tokens: most of a rank / mean;")
     _write(f"{PLAIN}: plain data parallelism, which cuts documents where a rank's tokens end)")
+    if len(model.masks.masks) > 1:
+        _write(f"All rows are of {planned_heads.layers_of(model.masks.masks[0], model)}.")
 
 
 def _write(text: str) -> None:

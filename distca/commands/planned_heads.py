@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 from distca.commands.command_line import Parser
 from distca.commands.described import (
@@ -21,7 +23,8 @@ from distca.cost.latent_rows import LATENT_ROWS, comm_shape
 from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask
+from distca.plan import Mask, Plan
+from distca.schedule import ScheduleConfig, describe
 from distca.wording import ordinal
 
 _HEADS = {
@@ -147,7 +150,21 @@ def layers_of(mask: Mask, model: ModelSize) -> str:
     if mask == Mask():
         others = " or ".join(described_mask(each) for each in model.masks.masks if each != mask)
         return f"{every}, which sees all; a query of the others sees {others}"
-    return f"of {described_mask(mask)}; {every} sees all, and its plan chose the placement"
+    return f"those of {described_mask(mask)}; {every} sees all"
+
+
+def figures_of_other_layers(plans: Sequence[Plan], config: ScheduleConfig) -> list[dict[str, Any]]:
+    """Returns JSON values of plans of layers that have other masks."""
+    return [{"sees": described_mask(p.mask), **asdict(describe(p, config))} for p in plans]
+
+
+def balance_of(plan: Plan, config: ScheduleConfig) -> str:
+    """Says how balanced layers with another mask are."""
+    s = describe(plan, config)
+    return (
+        f"load max/mean {s.load_max_over_mean_before:.3f} -> {s.load_max_over_mean:.3f} "
+        f"(mean {s.load_mean:.4g} {s.load_unit}), {s.bytes_total / 1e6:,.2f} MB forward"
+    )
 
 
 def described_mask(mask: Mask) -> str:

@@ -90,14 +90,23 @@ def test_all_schedulers_in_one_table(command, lengths_file: str) -> None:
 def test_layers_with_windows_have_the_placement_of_those_without(
     command, lengths_file: str, tmp_path: Path, window: list[str], mask: Mask
 ) -> None:
+    """The plan that is shown is that of layers without; the others' figures follow it."""
     made = []
     for number, flags in enumerate(([], window, [*window, "--window-attn-skip-freq", "6"])):
         path = tmp_path / f"{number}.json"
         command.run("--lengths", lengths_file, *SMALL, *flags, "--save", str(path))
         made.append(load_plan(path)[0])
     whole, alone, beside = ((placement_rows(plan), plan.mask) for plan in made)
-    assert beside == (whole[0], mask)
+    assert beside == whole == (whole[0], Mask())
+    assert alone == (alone[0], mask)
     assert alone[0] != whole[0]
+    given = ["--lengths", lengths_file, *SMALL, *window, "--window-attn-skip-freq", "6", "--json"]
+    (others,) = json.loads(command.run(*given))["other_layers"]
+    lengths, servers = made[0].lengths, made[0].world_size
+    zeros = np.zeros_like(lengths)
+    pairs = float(mask.pairs(zeros, lengths, zeros, lengths).sum())
+    assert others["load_mean"] * servers == pytest.approx(pairs, rel=0.01)
+    assert others["documents_spanning"] == json.loads(command.run(*given))["documents_spanning"]
 
 
 def test_save_load_and_plot(command, lengths_file: str, tmp_path: Path) -> None:
@@ -406,11 +415,18 @@ def test_flags_win_over_a_model_and_its_windows_are_planned(command) -> None:
         described["load_mean"],
         described["bytes_total"],
     )
-    assert gemma["load_mean"] < json.loads(command.run(*given, *same[:4]))["load_mean"]
+    assert gemma["load_mean"] == json.loads(command.run(*given, *same[:4]))["load_mean"]
+    (others,) = gemma["other_layers"]
+    assert others["load_mean"] < gemma["load_mean"]
     text = command.run(*given[:-1], "--model", "gemma3-27b-like")
-    assert "of a window of 1,023 earlier tokens; every 6th layer sees all" in text
+    seen = "every 6th layer, which sees all; a query of the others sees a window of 1,023"
+    assert seen in text
+    balance = f"{others['load_max_over_mean_before']:.3f} -> {others['load_max_over_mean']:.3f}"
+    assert f"  other layers    load max/mean {balance} (mean" in text
     scout = command.run(*given[:-1], "--model", "llama4-scout-like")
-    assert "of a chunk of 8,192 tokens; every 4th layer sees all" in scout
+    assert "every 4th layer, which sees all; a query of the others sees a chunk of 8,192" in scout
+    compared = command.run(*given[:-1], "--model", "gemma3-27b-like", "--compare")
+    assert f"All rows are of {seen}" in compared
     assert "  layers  " not in command.run(*given[:-1], "--model", "llama-8b")
 
 
@@ -423,7 +439,10 @@ def test_a_saved_plan_is_of_layers_that_the_model_has(command, tmp_path: Path) -
     shown = command.run("--load", plan, "--model", "gemma3-27b-like")
     assert "every 6th layer, which sees all; a query of the others sees a window of 1,023" in shown
     shown = command.run(*given, "--model", "gpt-oss-120b-like", "--save", plan)
-    assert "every 2nd layer sees all" in shown
+    assert "every 2nd layer, which sees all" in shown
+    command.run(*given, "--heads", "64", "--kv-heads", "8", "--window-left", "127", "--save", plan)
+    shown = command.run("--load", plan, "--model", "gpt-oss-120b-like")
+    assert "those of a window of 127 earlier tokens; every 2nd layer sees all" in shown
     refused = command.refused("--load", plan, "--model", "llama-8b")
     assert "that see a window of 127 earlier tokens, but those of --model llama-8b see" in refused
 
