@@ -23,12 +23,14 @@ from distca.commands.described import (
 )
 from distca.commands.simulate_report import RATES, charged_line
 from distca.commands.verdict import title_of
+from distca.plan.span import Int64s
 from distca.progress import progress
-from distca.simulate import MEGATRON, Choice, Outcome, Workload, advise
+from distca.simulate import MEGATRON, Breakdown, Choice, Outcome, Workload, advise
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.rollouts import (
     Group,
     TreeLayout,
+    break_down_trees,
     draw_groups,
     layouts,
     least_memory,
@@ -37,7 +39,7 @@ from distca.simulate.rollouts import (
 )
 from distca.simulate.speed_up import SpeedUp
 
-_SYSTEMS = (*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles")
+SYSTEMS = (*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles")
 _TOLERANCE = 0.05
 _DESCRIPTION = """\
 Says how fast a job of post-training would be whose rollouts share prompts: with each shared token
@@ -70,6 +72,7 @@ class Row:
         seconds: time of an iteration of each batch, of as many tokens as the batch's rollouts have.
         memory_gb: memory of the GPU that needs most.
         idle: share of the time in which compute is not busy.
+        parts: of trees, seconds of the first batch's iteration by what they are spent on.
     """
 
     title: str
@@ -77,6 +80,7 @@ class Row:
     seconds: tuple[float, ...]
     memory_gb: float
     idle: float
+    parts: Breakdown | None = None
 
 
 def build_parser() -> Parser:
@@ -117,8 +121,8 @@ def build_parser() -> Parser:
     search.add_argument(
         "--systems",
         nargs="+",
-        choices=_SYSTEMS,
-        default=list(_SYSTEMS),
+        choices=SYSTEMS,
+        default=list(SYSTEMS),
         metavar="NAME",
         help="What computes rollouts one by one, as in `distca simulate`. Default: all.",
     )
@@ -144,10 +148,41 @@ def main(argv: list[str]) -> int:
     )
     if workload.model.experts is not None:
         raise ValueError("models with experts are not simulated on rollouts: give another --model")
-    tried = layouts(args.groups, workload, args.tensor_model_parallel_sizes)
+    rows = compare(batches, workload, packed, args.tensor_model_parallel_sizes, args.systems)
+    if args.json:
+        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    else:
+        sys.stdout.write(_report(rows, batches, workload) + "\n")
+    return 0
+
+
+def compare(
+    batches: Sequence[Sequence[Group]],
+    workload: Workload,
+    packed: Sequence[Sequence[Int64s]],
+    tensor_sizes: Sequence[int],
+    systems: Sequence[str] = SYSTEMS,
+) -> list[Row]:
+    """Simulates trees over all ranks, whole trees on groups of ranks, and rollouts one by one.
+
+    Args:
+        batches: groups of each global batch.
+        workload: model, cluster, GPUs, and sizes of the packed sequences.
+        packed: what `one_by_one` makes of the batches.
+        tensor_sizes: sizes of tensor parallelism to try.
+        systems: what computes rollouts one by one.
+
+    Returns:
+        Trees in their best layouts, if any fits in memory, and then the systems that fit, the
+        fastest first.
+
+    Raises:
+        ValueError: no size of tensor parallelism divides the GPUs, a node and the heads.
+    """
+    tried = layouts(len(batches[0]), workload, tensor_sizes)
     if not tried:
         raise ValueError(
-            f"no size of --tensor-model-parallel-sizes divides {args.gpus} GPUs, nodes of "
+            f"no size of --tensor-model-parallel-sizes divides {workload.gpus} GPUs, nodes of "
             f"{workload.cluster.gpus_per_node} and the model's heads: give another one, such as 1"
         )
     rows: list[Row] = []
@@ -159,15 +194,9 @@ def main(argv: list[str]) -> int:
             row = _best_of_trees(title, some, batches, workload, shown.update)
             rows += [] if row is None else [row]
     with progress("distca simulate", doing="rollouts one by one, which takes minutes"):
-        sizes = args.tensor_model_parallel_sizes
-        choices = advise(workload, packed, args.systems, sizes, [1, 2, 4, 8])
+        choices = advise(workload, packed, systems, tensor_sizes, [1, 2, 4, 8])
     apart = [_row_of(choice, batches, workload) for choice in choices if choice.candidate]
-    rows += sorted(apart, key=lambda row: sum(row.seconds))
-    if args.json:
-        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    else:
-        sys.stdout.write(_report(rows, batches, workload) + "\n")
-    return 0
+    return rows + sorted(apart, key=lambda row: sum(row.seconds))
 
 
 def _best_of_trees(
@@ -210,6 +239,7 @@ def _best_of_trees(
                 tuple(outcome.seconds for outcome in outcomes),
                 max(float(outcome.memory_bytes.max()) for outcome in outcomes) / 1e9,
                 sum(outcome.idle for outcome in outcomes) / len(outcomes),
+                break_down_trees(batches[0], workload, layout)[1],
             )
     return None
 
@@ -248,6 +278,9 @@ def _report(rows: Sequence[Row], batches: Sequence[Sequence[Group]], workload: W
             f"{sum(row.seconds) / len(row.seconds):>9.3f}{row.memory_gb:>10.1f}{row.idle:>7.1%}  "
             f"{over:24}{row.configuration}"
         )
+    for row in trees:
+        assert row.parts is not None
+        lines.append(f"{row.title}: {spent(row.parts)}")
     lines += [
         "tokens/s counts a shared token once for each rollout that has it.",
         RATES.format(
@@ -256,6 +289,19 @@ def _report(rows: Sequence[Row], batches: Sequence[Sequence[Group]], workload: W
         charged_line(cluster.charges),
     ]
     return "\n".join(lines)
+
+
+def spent(parts: Breakdown) -> str:
+    """Says what an iteration's time is spent on."""
+    moved = parts.exchanges + parts.collectives + parts.interference
+    shares = {
+        "linear layers": parts.linear,
+        "core attention": parts.attention,
+        "communication that nothing hides": moved,
+        "copies and launches": parts.copies + parts.launches,
+        "waiting": parts.waiting,
+    }
+    return ", ".join(f"{each / parts.seconds:.1%} {name}" for name, each in shares.items())
 
 
 def _answer(trees: Sequence[Row], apart: Sequence[Row]) -> str:

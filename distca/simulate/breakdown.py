@@ -119,6 +119,30 @@ def break_down_runs(
     costs = workload.costs_of(candidate)
     if candidate.system in BASELINES:
         costs = workload.costs(candidate.tensor)
+    outcome, parts = in_parts(
+        run,
+        costs,
+        lambda costs: _linear_seconds(candidate, workload, costs),
+        _attention_seconds(candidate, workload, costs, sequences),
+    )
+    # Padding of server pools trains nothing.
+    return replace(outcome, tokens=workload.sequences * workload.context), parts
+
+
+def in_parts(
+    run: Callable[[ModelCosts], Outcome],
+    costs: ModelCosts,
+    linear_seconds: Callable[[ModelCosts], float],
+    attention: float,
+) -> tuple[Outcome, Breakdown]:
+    """Simulates an iteration with its costs, and with one after the other free.
+
+    Args:
+        run: simulates the iteration with other costs.
+        costs: its costs.
+        linear_seconds: seconds of all layers but core attention on the mean rank, by the costs.
+        attention: seconds of core attention on the mean rank.
+    """
     cluster = costs.cluster
     still = replace(cluster, charges=replace(cluster.charges, interference=0.0))
     unlinked = replace(
@@ -137,10 +161,8 @@ def break_down_runs(
     for each in (still, unlinked, uncopied, unlaunched):
         seconds.append(run(replace(costs, cluster=each)).seconds)
     with_links, linear = (
-        _linear_seconds(candidate, workload, replace(costs, cluster=each))
-        for each in (cluster, unlinked)
+        linear_seconds(replace(costs, cluster=each)) for each in (cluster, unlinked)
     )
-    attention = _attention_seconds(candidate, workload, costs, sequences)
     interference, links, copies, launches = (-np.diff(seconds)).tolist()
     collectives = with_links - linear
     parts = Breakdown(
@@ -153,8 +175,7 @@ def break_down_runs(
         links - collectives,
         seconds[-1] - linear - attention,
     )
-    # Padding of server pools trains nothing.
-    return replace(outcome, tokens=workload.sequences * workload.context), parts
+    return outcome, parts
 
 
 def _runner(

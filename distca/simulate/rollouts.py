@@ -7,7 +7,7 @@ Systems that compute rollouts one by one are simulated as any job whose document
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,9 +22,13 @@ from distca.schedule import (
     PlannedTick,
     ScheduleConfig,
     TilesScheduler,
+    document_loads,
     even_capacities,
 )
+from distca.simulate.breakdown import Breakdown, in_parts
+from distca.simulate.costs import ModelCosts
 from distca.simulate.disaggregated import simulate_ticks
+from distca.simulate.layer_mean import LayerMean
 from distca.simulate.outcome import Outcome
 from distca.simulate.workload import Candidate, Workload, token_pairs
 
@@ -217,6 +221,34 @@ def simulate_trees(groups: Sequence[Group], workload: Workload, layout: TreeLayo
     Raises:
         ValueError: the model's layers are on experts or have latents.
     """
+    run, costs = _runner(groups, workload, layout)
+    return run(costs)
+
+
+def break_down_trees(
+    groups: Sequence[Group], workload: Workload, layout: TreeLayout
+) -> tuple[Outcome, Breakdown]:
+    """Simulates an iteration as `simulate_trees` does, and says what its time is spent on."""
+    run, costs = _runner(groups, workload, layout)
+    ranks, model = workload.gpus // layout.tensor, workload.model
+    tokens = sum(group.tokens for group in groups)
+
+    def linear_seconds(costs: ModelCosts) -> float:
+        each = model.layers * float(costs.passes @ costs.layer_seconds())
+        return tokens / ranks * (each + sum(costs.head_seconds()))
+
+    kernel = LayerMean.of(costs.cluster.attention_cost(costs.shape), model)
+    lengths, _, prefix = _family(groups)
+    loads = float(document_loads(lengths, Mask(), kernel, prefix).sum())
+    both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
+    return in_parts(run, costs, linear_seconds, model.layers * both_ways * loads / ranks)
+
+
+def _runner(
+    groups: Sequence[Group], workload: Workload, layout: TreeLayout
+) -> tuple[Callable[[ModelCosts], Outcome], ModelCosts]:
+    """Returns a function that simulates an iteration with other costs, and the costs as they
+    are."""
     if workload.model.experts is not None or workload.model.latents is not None:
         raise ValueError("trees are simulated for models without experts and latents (MLA)")
     ranks = workload.gpus // layout.tensor
@@ -243,9 +275,11 @@ def simulate_trees(groups: Sequence[Group], workload: Workload, layout: TreeLayo
     servers = np.arange(ranks)[None]
     planned = PlannedGlobalBatch(schedule, servers, (), tuple(ticks), masks)
     kept: BackwardInputs = "keep" if layout.keeps_inputs else "resend"
-    outcome = simulate_ticks(planned, costs, backward=kept)
     # What the same rollouts have one by one.
-    return replace(outcome, tokens=sum(sum(group.rollouts) for group in groups))
+    tokens = sum(sum(group.rollouts) for group in groups)
+    return lambda costs: replace(
+        simulate_ticks(planned, costs, backward=kept), tokens=tokens
+    ), costs
 
 
 def _dealt(groups: Sequence[Group], parts: int, token_pairs: float) -> list[list[Group]]:

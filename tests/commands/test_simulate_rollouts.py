@@ -22,6 +22,11 @@ def test_it_says_what_sharing_gains(capsys) -> None:
     assert any(line.startswith("trees over all ranks (DistCA)") for line in table)
     assert main(["simulate", "rollouts", *FLAGS, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
+    # Parts of an iteration add up to it.
+    for row in rows[:2]:
+        assert sum(row["parts"].values()) == pytest.approx(row["seconds"][0], rel=1e-6)
+        assert row["parts"]["linear"] + row["parts"]["attention"] < row["seconds"][0]
+    assert sum("% core attention, " in line for line in table) == 2
     seconds = {row["title"]: sum(row["seconds"]) for row in rows}
     apart = min(each for title, each in seconds.items() if title.startswith("one by one"))
     trees = (each for title, each in seconds.items() if not title.startswith("one by one"))

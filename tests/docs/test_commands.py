@@ -103,6 +103,7 @@ NOT_RUN = {
     r"python benchmarks/kernels/launches\.py .*": "reads history; test_launch_counts.py has one",
     r"python benchmarks/training/(throughput|more_ranks|rollouts)\.py.*": "takes minutes",
     r"python benchmarks/cluster/(validate_\w+|dedicated|beside_peers)\.py .*": "minutes",
+    r"python benchmarks/cluster/shared_prompts\.py .*": "minutes; its test has a small job",
     r"python benchmarks/(cluster/claims|remake)\.py.*": "tests/benchmarks runs what it does",
     r"python benchmarks/cluster/paper\.py (all|beyond|chains|fig12|table.*|today.*) .*": "hours",
     r"(sudo )?python benchmarks/serving/sparse_prefill\.py .*": "needs root",

@@ -1,0 +1,114 @@
+"""What sharing prompts would gain on clusters: trees over all ranks, beside their peers; simulated.
+
+    python benchmarks/cluster/shared_prompts.py --output results/
+
+Rollouts of a global batch have 32 prompts. *One by one* they are computed by the fastest system of
+`distca simulate`. *Whole trees* lie on as many ranks each as are fastest, as masks for the kernel
+of one context-parallel group have it. The *ideal* is the time of the trees' linear layers and core
+attention if all ranks had equal shares and nothing else took time. Writes `shared_prompts.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
+
+from benchmarks import pages
+from benchmarks.arguments import Parser
+from distca.commands.simulate_rollouts import SYSTEMS, Row, compare, spent
+from distca.cost.model_sizes import MODELS
+from distca.progress import track
+from distca.simulate import CLUSTERS, Workload
+from distca.simulate.rollouts import draw_groups, one_by_one
+
+MODEL, CLUSTER = "llama-8b", "dgx-h200"
+SIZES = (
+    (4_096, 16, 2_048),
+    (16_384, 16, 4_096),
+    (65_536, 8, 4_096),
+    (65_536, 16, 8_192),
+    (32_768, 64, 4_096),
+    (131_072, 16, 16_384),
+)
+"""Tokens of a prompt, responses to it, and tokens of a response, on average."""
+GROUPS, SPREAD, TOLERANCE = 32, 0.5, 0.05
+
+
+def simulate(size: tuple[int, int, int], gpus: int, systems: Sequence[str]) -> list[Row]:
+    """Simulates a global batch in all ways."""
+    prompt, responses, response = size
+    batches = [draw_groups(prompt, responses, response, GROUPS, SPREAD)]
+    context, packed = one_by_one(batches, gpus)
+    workload = Workload(MODELS[MODEL], CLUSTERS[CLUSTER], gpus, context, len(packed[0]), TOLERANCE)
+    return compare(batches, workload, packed, [1, 2, 4, 8], systems)
+
+
+def line(size: tuple[int, int, int], gpus: int, rows: Sequence[Row]) -> list[str]:
+    """Formats a row of the page."""
+    prompt, responses, response = size
+    ours = [row for row in rows if row.title.startswith("trees over all")]
+    whole = [row for row in rows if row.title.startswith("each tree")]
+    apart = [row for row in rows if row.title.startswith("one by one")]
+    found = [f"{prompt // 1024}K x {responses} x {response // 1024}K", str(gpus)]
+    if not ours:
+        return [*found, "fits in no layout", *[""] * 4]
+    (row,) = ours
+    seconds, parts = row.seconds[0], row.parts
+    assert parts is not None
+    peer = "none fits"
+    if apart:
+        name = apart[0].title.partition(": ")[2]
+        peer = f"{apart[0].seconds[0] / seconds:.2f} ({name})"
+    return [
+        *found,
+        f"{seconds:.2f} ({row.configuration})",
+        peer,
+        f"{whole[0].seconds[0] / seconds:.2f} ({whole[0].configuration})" if whole else "none fits",
+        f"{(parts.linear + parts.attention) / seconds:.2f}",
+        spent(parts),
+    ]
+
+
+def page(found: Sequence[tuple[tuple[int, int, int], int, list[Row]]], command: str) -> str:
+    """Formats the page."""
+    head = (
+        *("prompt x responses x response", "GPUs", "seconds of trees over all ranks"),
+        *("one by one, the fastest peer, over it", "whole trees on some ranks over it"),
+        *("ideal over it", "what its time is spent on"),
+    )
+    return (
+        "# Rollouts that share prompts on clusters\n\n"
+        f"`{command}`: simulated iterations of {MODEL} on {CLUSTER}, one global batch of {GROUPS} "
+        f"prompts, log-normal lengths (spread {SPREAD}). Figures over 1 say how many times as long "
+        "other ways take. Nothing was measured. Trees have no pipelines.\n\n"
+        + pages.table(head, [line(*each) for each in found])
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Simulates, and writes the page."""
+    parser = Parser(__doc__)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 256], metavar="N")
+    numbers = range(1, len(SIZES) + 1)
+    parser.add_argument("--sizes", type=int, nargs="+", choices=numbers, default=[*numbers])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    args = parser.parse_args(argv)
+    jobs = [(SIZES[number - 1], gpus) for number in args.sizes for gpus in args.gpus]
+    found = [
+        (*job, simulate(*job, args.systems)) for job in track(jobs, "shared_prompts.py", "jobs")
+    ]
+    figures = [
+        {"size": size, "gpus": gpus, "rows": [asdict(row) for row in rows]}
+        for size, gpus, rows in found
+    ]
+    text = page(found, pages.typed("benchmarks/cluster/shared_prompts.py"))
+    pages.save(args.output, "shared_prompts", text, __file__, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The page of shared prompts on clusters: a small job, and rows of ways that do not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from unittest.mock import patch
+
+from benchmarks.cluster import shared_prompts
+from benchmarks.cluster.shared_prompts import line
+
+
+def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prompts, "SIZES", ((8192, 8, 1024),))
+    monkeypatch.setattr(shared_prompts, "GROUPS", 8)
+    monkeypatch.setattr(shared_prompts, "MODEL", "llama-3.2-1b")
+    flags = ["--gpus", "8", "--sizes", "1", "--systems", "plain", "--output", str(tmp_path)]
+    with patch.object(sys, "argv", ["shared_prompts", *flags]):
+        shared_prompts.main()
+    (job,) = json.loads((tmp_path / "shared_prompts.json").read_text())
+    ours, whole, apart = (row["seconds"][0] for row in job["rows"])
+    parts = job["rows"][0]["parts"]
+    cells = (tmp_path / "shared_prompts.md").read_text().splitlines()[6].split(" | ")
+    assert cells[:2] == ["| 8K x 8 x 1K", "8"]
+    assert cells[2].startswith(f"{ours:.2f} (TP")
+    assert cells[3].startswith(f"{apart / ours:.2f} (plain Megatron")
+    assert cells[4].startswith(f"{whole / ours:.2f} (TP")
+    assert cells[5] == f"{(parts['linear'] + parts['attention']) / ours:.2f}"
+    assert "% core attention, " in cells[6]
+
+
+def test_ways_that_do_not_fit_have_no_figures() -> None:
+    assert line((1024, 1, 1024), 8, []) == ["1K x 1 x 1K", "8", "fits in no layout", *[""] * 4]
