@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
@@ -96,12 +98,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers = range(1, len(SIZES) + 1)
     parser.add_argument("--sizes", type=int, nargs="+", choices=numbers, default=[*numbers])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(argv)
     jobs = [(SIZES[number - 1], gpus) for number in args.sizes for gpus in args.gpus]
-    found = [
-        (*job, simulate(*job, args.systems)) for job in track(jobs, "shared_prompts.py", "jobs")
-    ]
+    with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
+        under_way = [pool.submit(simulate, *job, args.systems) for job in jobs]
+        done = [each.result() for each in track(under_way, "shared_prompts.py", "jobs")]
+    found = [(*job, rows) for job, rows in zip(jobs, done, strict=True)]
     figures = [
         {"size": size, "gpus": gpus, "rows": [asdict(row) for row in rows]}
         for size, gpus, rows in found
