@@ -74,6 +74,8 @@ def test_ranks_take_long_prompts_and_leave_the_others_as_they_were() -> None:
     np.testing.assert_array_equal(with_ranks.ttft, alone.ttft)
     mixed = answer(trace(*short[:25], (0.02, 50000, 5), *short[25:]), ONE, ranks(2))
     assert mixed.asked.tolist() == [n == 25 for n in range(51)]
+    least = answer(trace((0, 1023, 1), (0, 1024, 1)), ONE, ranks(2))
+    assert least.asked.tolist() == [False, True]
     beside = answer(trace(*short[:25], (0.02, 50000, 5), *short[25:]), ONE)
     assert np.delete(mixed.ttft, 25).max() < 0.1 * np.delete(beside.ttft, 25).max()
 

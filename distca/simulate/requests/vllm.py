@@ -308,7 +308,7 @@ class _Run:
         while replica.waiting and replica.held + replica.waiting[0].whole <= replica.room:
             each = replica.waiting.popleft()
             replica.held += each.whole
-            if self._ranks is None or each.request.prompt - 1 < self._ranks.least:
+            if self._ranks is None or each.request.prompt < max(self._ranks.least, 2):
                 return each
             self._ask(each, replica)
         return None
