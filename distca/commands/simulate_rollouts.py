@@ -34,6 +34,7 @@ from distca.simulate.rollouts import (
     draw_groups,
     layouts,
     least_memory,
+    least_seconds,
     one_by_one,
     simulate_trees,
 )
@@ -41,6 +42,8 @@ from distca.simulate.speed_up import SpeedUp
 
 SYSTEMS = (*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles")
 _TOLERANCE = 0.05
+_BOUND = 0.95
+"""Part of the bound of an iteration's time that counts, since the bound is of whole documents."""
 _DESCRIPTION = """\
 Says how fast a job of post-training would be whose rollouts share prompts: with each shared token
 computed once and spread over all ranks, with whole trees on groups of ranks, and one by one.
@@ -210,7 +213,8 @@ def _best_of_trees(
     does.
 
     Of layouts that differ in the number of micro-batches alone, the two with fewest that fit run:
-    more of them only cost launches and smaller exchanges.
+    more of them only cost launches and smaller exchanges. Layouts whose busiest ranks compute for
+    longer than the best one takes do not run.
     """
     found: list[tuple[float, TreeLayout, Outcome]] = []
     fitting = Counter[TreeLayout]()
@@ -219,6 +223,9 @@ def _best_of_trees(
         sizes = replace(layout, micro_batches=1)
         usable = workload.cluster.usable_bytes
         if fitting[sizes] == 2 or least_memory(batches[0], workload, layout) > usable:
+            continue
+        least = least_seconds(batches[0], workload, layout)
+        if found and least * _BOUND > min(seconds for seconds, _, _ in found):
             continue
         outcome = simulate_trees(batches[0], workload, layout)
         if outcome.fits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -230,18 +231,37 @@ def break_down_trees(
 ) -> tuple[Outcome, Breakdown]:
     """Simulates an iteration as `simulate_trees` does, and says what its time is spent on."""
     run, costs = _runner(groups, workload, layout)
-    ranks, model = workload.gpus // layout.tensor, workload.model
-    tokens = sum(group.tokens for group in groups)
+    ranks = workload.gpus // layout.tensor
+    attention = _attention_seconds(groups, costs, ranks)
+    return in_parts(run, costs, lambda costs: _linear_seconds(groups, costs, ranks), attention)
 
-    def linear_seconds(costs: ModelCosts) -> float:
-        each = model.layers * float(costs.passes @ costs.layer_seconds())
-        return tokens / ranks * (each + sum(costs.head_seconds()))
 
-    kernel = LayerMean.of(costs.cluster.attention_cost(costs.shape), model)
+def least_seconds(groups: Sequence[Group], workload: Workload, layout: TreeLayout) -> float:
+    """Returns seconds that an iteration takes at least: those of the ranks with most work in each
+    micro-batch, if nothing else took time. Quick, since nothing is planned."""
+    costs, ranks = workload.costs(layout.tensor), workload.gpus // layout.tensor
+    ideal = _linear_seconds(groups, costs, ranks) + _attention_seconds(groups, costs, ranks)
+    parts, pairs = ranks // (layout.ranks_of_tree or ranks), token_pairs(costs)
+    busiest = 0.0
+    for some in _dealt(groups, layout.micro_batches, pairs):
+        each = (sum(_work(group, pairs) for group in mine) for mine in _dealt(some, parts, pairs))
+        busiest += max(each)
+    return ideal * busiest * parts / sum(_work(group, pairs) for group in groups)
+
+
+def _linear_seconds(groups: Sequence[Group], costs: ModelCosts, ranks: int) -> float:
+    """Returns the seconds of all layers but core attention on the mean rank."""
+    each = costs.model.layers * float(costs.passes @ costs.layer_seconds())
+    return sum(group.tokens for group in groups) / ranks * (each + sum(costs.head_seconds()))
+
+
+def _attention_seconds(groups: Sequence[Group], costs: ModelCosts, ranks: int) -> float:
+    """Returns the seconds of core attention on the mean rank."""
+    kernel = LayerMean.of(costs.cluster.attention_cost(costs.shape), costs.model)
     lengths, _, prefix = _family(groups)
     loads = float(document_loads(lengths, Mask(), kernel, prefix).sum())
     both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
-    return in_parts(run, costs, linear_seconds, model.layers * both_ways * loads / ranks)
+    return costs.model.layers * both_ways * loads / ranks
 
 
 def _runner(
@@ -284,20 +304,23 @@ def _runner(
 
 def _dealt(groups: Sequence[Group], parts: int, token_pairs: float) -> list[list[Group]]:
     """Deals groups out to some parts, the largest first to the one with least work."""
-
-    def work(group: Group) -> float:
-        lengths, _, prefix = _family([group])
-        pairs = Mask().pairs(prefix, lengths, np.zeros_like(prefix), lengths)
-        return float(pairs.sum()) + token_pairs * group.tokens
-
     found: list[list[Group]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
-    for group in sorted(groups, key=work, reverse=True):
+    work = {group: _work(group, token_pairs) for group in groups}
+    for group in sorted(groups, key=work.__getitem__, reverse=True):
         # Of equally loaded ones that with fewest groups.
         part = min(range(parts), key=lambda n: (loads[n], len(found[n])))
         found[part].append(group)
-        loads[part] += work(group)
+        loads[part] += work[group]
     return found
+
+
+@lru_cache(maxsize=1 << 14)
+def _work(group: Group, token_pairs: float) -> float:
+    """Returns a group's work, in visible pairs."""
+    lengths, _, prefix = _family([group])
+    pairs = Mask().pairs(prefix, lengths, np.zeros_like(prefix), lengths)
+    return float(pairs.sum()) + token_pairs * group.tokens
 
 
 def _family(groups: Sequence[Group]) -> tuple[Int64s, Int64s, Int64s]:

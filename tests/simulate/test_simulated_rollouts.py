@@ -20,6 +20,7 @@ from distca.simulate.rollouts import (
     draw_groups,
     layouts,
     least_memory,
+    least_seconds,
     one_by_one,
     simulate_trees,
 )
@@ -132,6 +133,16 @@ def test_shared_prompts_take_less_and_spread_trees_least() -> None:
     unshared = simulate_trees(apart, job(8), TreeLayout(1, 1, None, False)).seconds
     assert shared == pytest.approx(on_two, rel=0.1)
     assert unshared > 4 * shared
+
+
+def test_no_iteration_is_faster_than_its_busiest_ranks_compute() -> None:
+    groups = draw_groups(9000, 6, 1500, 16, 0.7)
+    for size in (None, 1, 2, 4):
+        for micro_batches in (1, 4):
+            layout = TreeLayout(1, micro_batches, size, False)
+            least = least_seconds(groups, job(8), layout)
+            seconds = simulate_trees(groups, job(8), layout).seconds
+            assert 0.75 * seconds < least < 1.03 * seconds
 
 
 def test_layouts_divide() -> None:
