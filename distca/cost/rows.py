@@ -271,7 +271,7 @@ def rows_of_kinds(plan: Plan, server: int | None = None) -> tuple[KindRows, Kind
         mine = plan.tasks.server[keys.task] == server
         keys = KeyRanges(*(column[mine] for column in keys))
     of_keys = plan.tasks[keys.task]
-    offset = plan.document_offsets[t.document]
+    offset = plan.query_offsets[t.document]
 
     def of_kind(
         segments: Segments, local: Int64s, tasks: Tasks, start: Int64s, end: Int64s

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 from distca.library.documents import IGNORED
 from distca.library.nodes import Nodes
@@ -150,8 +151,10 @@ class Batch:
         return list(torch.split(found, of_documents.tolist()))
 
     def gather_rollouts(self, values: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Puts the values of predictions of all ranks together, by rollout. Collective; it has no
-        gradient.
+        """Puts the values of predictions of all ranks together, by rollout. Collective.
+
+        The gradients of all ranks' losses add up, as if one loss were their sum. So each rank may
+        have a loss of some rollouts: then the backward pass is collective, too.
 
         Args:
             values: a value for each prediction of this rank, `[predictions]`, such as
@@ -172,7 +175,13 @@ class Batch:
         ]
         total = int(self.nodes.own_lengths.sum())
         # The last one is for what documents predict.
-        found = self._gather(values, numbers, total + 1, "predictions")
+        self._check_count(values, len(numbers[self.rank]), "predictions")
+        found: torch.Tensor = _GatheredValues.apply(  # type: ignore[no-untyped-call]
+            values,
+            lambda mine: self._gather(mine, numbers, total + 1, "predictions"),
+            torch.from_numpy(numbers[self.rank]).to(values.device),
+            self.group,
+        )
         return {
             rollout: found[torch.from_numpy(tokens).to(found.device)]
             for rollout, tokens in self.nodes.paths().items()
@@ -249,3 +258,24 @@ class Batch:
         for places, each in zip(numbers, everyone, strict=True):
             found[torch.from_numpy(places).to(found.device)] = each[: len(places)]
         return found
+
+
+class _GatheredValues(torch.autograd.Function):
+    """Values of all ranks, whose gradients come back to the rank of each."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        values: torch.Tensor,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+        places: torch.Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.places, ctx.group = places, group  # type: ignore[attr-defined]
+        return gather(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        every = gradient.clone()
+        dist.all_reduce(every, group=ctx.group)
+        return every[ctx.places], None, None, None

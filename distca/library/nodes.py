@@ -14,7 +14,7 @@ from distca.library.documents import IGNORED, Document
 from distca.library.trees import Tree
 from distca.plan import Placement
 from distca.plan.paths import Paths, path_lengths
-from distca.plan.span import Int64s, expand_ranges
+from distca.plan.span import Bools, Int64s, expand_ranges
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ class Nodes:
         return np.array(found, dtype=np.int64)
 
     @cached_property
+    def two_way(self) -> Bools:
+        """Whether the tokens of each node see all of it, `[nodes]`."""
+        found = np.zeros(len(self.parents), dtype=bool)
+        for first, each in zip(self._first_nodes, self.documents, strict=True):
+            for node in each.two_way if isinstance(each, Tree) else ():
+                found[first + node] = True
+        return found
+
+    @cached_property
     def lengths(self) -> Int64s:
         """Tokens of each node's path, `[nodes]`."""
         return path_lengths(self.own_lengths, self.parents)
@@ -74,7 +83,7 @@ class Nodes:
     @cached_property
     def in_plans(self) -> Paths:
         """The documents of plans, which nodes are joined to."""
-        return Paths.of(self.own_lengths, self.parents)
+        return Paths.of(self.own_lengths, self.parents, self.two_way)
 
     @cached_property
     def trained(self) -> tuple[Int64s, Int64s, Int64s, torch.Tensor]:

@@ -79,6 +79,12 @@ class PlanDocuments:
                 f"the scheduler {self.scheduler} plans no rollouts that share tokens: make the "
                 'planner with scheduler="tiles"'
             )
+        windows = [mask for mask in self.masks if mask != Mask()]
+        if windows and nodes.two_way.any():
+            raise ValueError(
+                f"two-way nodes do not go together with {windows[0]}: the keys that a window shows "
+                "of a node's path are no rectangle; use a model without windows and chunks"
+            )
         numbers = [n for each in nodes.documents if isinstance(each, Tree) for n in each.rollouts]
         twice = [n for n, count in Counter(numbers).items() if count > 1]
         if twice:
@@ -88,7 +94,7 @@ class PlanDocuments:
             )
         scheduler = TilesScheduler(self.config)
         paths = nodes.in_plans
-        lengths, family = paths.lengths, (paths.parents, paths.prefix)
+        lengths, family = paths.lengths, paths.family
         first = scheduler.plan(lengths, capacities, self.masks[0], *family)
         placement = first.placement
         others = (scheduler.schedule(lengths, placement, mask, *family) for mask in self.masks[1:])

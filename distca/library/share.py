@@ -81,7 +81,7 @@ def digest(documents: Sequence[Document | Tree]) -> int:
     nodes, summed = Nodes(tuple(documents)), hashlib.blake2b(digest_size=8)
     _, _, targets, weights = nodes.predictions
     paths = [each for path in nodes.paths().items() for each in (np.array(path[0]), path[1])]
-    numbers = (nodes.own_lengths, nodes.parents, *paths, *nodes.trained[:3])
+    numbers = (nodes.own_lengths, nodes.parents, nodes.two_way, *paths, *nodes.trained[:3])
     tensors = (*nodes.tokens, targets, weights, nodes.trained[3])
     for each in (*numbers, *(each.numpy() for each in tensors)):
         summed.update(each.size.to_bytes(8, "little"))

@@ -81,9 +81,13 @@ class Tree:
         rollouts: numbers of the rollouts.
         ends: node with which each of these ends.
         last_weights: weights of the last tokens of each rollout, float32; those before have 0.
+        two_way: nodes whose tokens see all of the node, and not only what is before them: an image,
+            the prompt of a prefix language model, an encoder's document. Of their tokens only the
+            first may be trained, since the others are seen by those that predict them.
 
     Raises:
-        ValueError: a node has no tokens, a parent is no earlier node, or lengths differ.
+        ValueError: a node has no tokens, a parent is no earlier node, lengths differ, or a token of
+            a two-way node is trained.
     """
 
     nodes: tuple[torch.Tensor, ...]
@@ -91,6 +95,7 @@ class Tree:
     rollouts: tuple[int, ...]
     ends: tuple[int, ...]
     last_weights: tuple[torch.Tensor, ...]
+    two_way: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.nodes) == len(self.parents) > 0:
@@ -113,6 +118,22 @@ class Tree:
         for rollout, end, weights in zip(self.rollouts, self.ends, self.last_weights, strict=True):
             if len(weights) >= sum(len(self.nodes[each]) for each in self.path(end)):
                 raise ValueError(f"rollout {rollout} has a weight for its first token, or more")
+        self._check_two_way()
+
+    def _check_two_way(self) -> None:
+        for node in self.two_way:
+            if not 0 <= node < len(self.nodes):
+                raise ValueError(f"node {node} is two-way, but is not there")
+        for rollout, end, weights in zip(self.rollouts, self.ends, self.last_weights, strict=True):
+            left = weights
+            for node in self.path(end)[::-1] if self.two_way else ():
+                mine, left = left[-len(self.nodes[node]) :], left[: -len(self.nodes[node])]
+                inside = mine[1:] if len(mine) == len(self.nodes[node]) else mine
+                if node in self.two_way and bool(inside.any()):
+                    raise ValueError(
+                        f"rollout {rollout} trains tokens of node {node}, which see each other: "
+                        "give weights of 0, but for the first one's"
+                    )
 
     def __reduce__(self) -> tuple[object, ...]:
         flat = (
@@ -120,7 +141,8 @@ class Tree:
             torch.cat([torch.zeros(0), *self.last_weights]).numpy(),
         )
         lengths = [len(each) for each in self.nodes], [len(each) for each in self.last_weights]
-        return _tree_of, (*flat, *lengths, self.parents, self.rollouts, self.ends)
+        of_nodes = self.parents, self.rollouts, self.ends, self.two_way
+        return _tree_of, (*flat, *lengths, *of_nodes)
 
     @property
     def tokens(self) -> int:
@@ -143,11 +165,12 @@ def _tree_of(
     parents: tuple[int, ...],
     rollouts: tuple[int, ...],
     ends: tuple[int, ...],
+    two_way: tuple[int, ...],
 ) -> Tree:
     """Makes a tree of arrays, as `_rollout` does."""
     nodes = tuple(torch.split(torch.from_numpy(tokens), token_counts))
     of_rollouts = tuple(torch.split(torch.from_numpy(weights), weight_counts))
-    return Tree(nodes, parents, rollouts, ends, of_rollouts)
+    return Tree(nodes, parents, rollouts, ends, of_rollouts, two_way)
 
 
 def share_prefixes(

@@ -58,6 +58,10 @@ class Plan:
             path, up to where it branches off, and then its own tokens; positions and lengths are
             those of paths, and the placement has own tokens alone. Documents with one parent share
             its tokens.
+        query_shift: how far behind its keys each document's queries stand, int64 `[documents]`:
+            the number of own tokens where each of these sees all of them, as in an image or an
+            encoder, otherwise 0. A token is then at one position as a key, and at another one as a
+            query, from which the causal mask sees all of the document. None: all are 0.
     """
 
     lengths: Int64s
@@ -70,6 +74,7 @@ class Plan:
     cached_prefix: Int64s | None = None
     head_groups: int = 1
     parents: Int64s | None = None
+    query_shift: Int64s | None = None
 
     @property
     def world_size(self) -> int:
@@ -90,6 +95,12 @@ class Plan:
         """
         starts = np.cumsum(self.own_lengths) - self.own_lengths
         return starts - (self.lengths - self.own_lengths)
+
+    @cached_property
+    def query_offsets(self) -> Int64s:
+        """What is added to a query's position to get its global position, `[documents]`."""
+        offsets, shift = self.document_offsets, self.query_shift
+        return offsets if shift is None else offsets - shift
 
     @property
     def own_lengths(self) -> Int64s:
@@ -144,7 +155,7 @@ class Plan:
         The query rows of a rank are numbered without its pieces of cached prefixes.
         """
         rows, t = self.placement.first_rows(self.own_pieces), self.tasks
-        offset = self.document_offsets[t.document]
+        offset = self.query_offsets[t.document]
         return self._needed(t.server, offset + t.q_start, offset + t.q_end, rows)
 
     @cached_property
@@ -171,9 +182,12 @@ class Plan:
     def loads_at_home(self) -> Int64s:
         """Returns the visible pairs of the queries that each rank owns: the loads if none moved."""
         placement = self.placement.select(self.own_pieces)
-        pairs = self.mask.pairs(
-            placement.start, placement.end, np.zeros_like(placement.start), placement.end
-        )
+        start, end, keys = placement.start, placement.end, placement.end
+        if self.query_shift is not None:
+            shift = self.query_shift[placement.document]
+            keys = np.where(shift > 0, self.lengths[placement.document], end)
+            start, end = start + shift, end + shift
+        pairs = self.mask.pairs(start, end, np.zeros_like(start), keys)
         loads = np.zeros(self.world_size, dtype=np.int64)
         np.add.at(loads, placement.rank, pairs)
         return loads

@@ -9,6 +9,7 @@
                                                              only if tasks may drop rows
      "first_query": [position, ...],                         only if there are cached prefixes
      "parents": [document or -1, ...],                       only if documents share prefixes
+     "query_shift": [tokens, ...],                           only if some see all of themselves
      "configuration": {"scheduler": ..., "window_left": ..., "block": ..., "notes": [...], ...}}
 
 `configuration` may have further entries that say what the plan was made for.
@@ -77,6 +78,8 @@ def save_plan(
         saved["first_query"] = plan.cached_prefix.tolist()
     if plan.parents is not None:
         saved["parents"] = plan.parents.tolist()
+    if plan.query_shift is not None:
+        saved["query_shift"] = plan.query_shift.tolist()
     if stepped.kept is not None:
         saved["kept"] = np.stack(stepped.kept, axis=2).tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +137,7 @@ def load_stepped_plan(path: Path) -> tuple[SteppedPlan, dict[str, object]]:
             np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
             int(configuration.get("head_groups", 1)),
             np.array(saved["parents"], dtype=np.int64) if "parents" in saved else None,
+            np.array(saved["query_shift"], dtype=np.int64) if "query_shift" in saved else None,
         )
         kept = None
         if "kept" in saved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from distca.plan.mask import Mask
 from distca.plan.plan import Plan
 from distca.plan.span import Bools, Int64s, cut_at, distinct, order_by
 from distca.plan.stepped import SteppedPlan
@@ -20,6 +21,7 @@ def validate_plan(plan: Plan) -> None:
             f"not a valid plan: {plan.head_groups} head groups of {len(plan.lengths)} documents"
         )
     _check_parents(plan)
+    _check_query_shift(plan)
     _check_placement(plan)
     _check_cached_prefixes(plan)
     _check_tasks(plan)
@@ -60,6 +62,19 @@ def _check_parents(plan: Plan) -> None:
     most = np.where(parents < 0, 0, plan.lengths[parents])
     outside = (prefix < least) | (prefix > most)
     _refuse(outside, "a prefix does not end among the parent's own tokens", prefix, least, most)
+
+
+def _check_query_shift(plan: Plan) -> None:
+    shift = plan.query_shift
+    if shift is None:
+        return
+    if shift.shape != plan.lengths.shape or plan.head_groups > 1 or plan.mask != Mask():
+        raise ValueError(
+            "not a valid plan: shifts of queries are for each document, under a causal mask "
+            "without window and chunks, and without head groups"
+        )
+    own = plan.own_lengths
+    _refuse((shift != 0) & (shift != own), "queries are not behind all own keys", shift, own)
 
 
 def _check_placement(plan: Plan) -> None:
@@ -109,9 +124,8 @@ def _check_cached_prefixes(plan: Plan) -> None:
         *columns,
     )
     t = plan.tasks
-    _refuse(
-        t.q_start < prefix[t.document], "a task has a cached query", t.document, t.q_start, t.q_end
-    )
+    first = (prefix if plan.query_shift is None else prefix + plan.query_shift)[t.document]
+    _refuse(t.q_start < first, "a task has a cached query", t.document, t.q_start, t.q_end)
 
 
 def _check_tasks(plan: Plan) -> None:
@@ -121,8 +135,9 @@ def _check_tasks(plan: Plan) -> None:
     _refuse((t.document < 0) | (t.document >= documents), "no such document has a task", *columns)
     _refuse((t.server < 0) | (t.server >= servers), "a task has no such server", *columns)
     length = plan.lengths[t.document]
+    shift = 0 if plan.query_shift is None else plan.query_shift[t.document]
     _refuse(
-        (t.q_start < 0) | (t.q_start >= t.q_end) | (t.q_end > length),
+        (t.q_start < shift) | (t.q_start >= t.q_end) | (t.q_end > length + shift),
         "a task's queries are empty or outside the document",
         *columns,
     )
@@ -151,9 +166,11 @@ def _check_cuts(plan: Plan) -> None:
     placement = plan.placement
     owner_changes = np.sort(plan.document_offsets[placement.document] + placement.start)
     first_key = plan.mask.first_key(t.q_start)
+    # Of queries that stand behind the keys, the positions of these tokens as keys.
+    shift = 0 if plan.query_shift is None else plan.query_shift[t.document]
     for name, position in (
-        ("q_start", t.q_start),
-        ("q_end", t.q_end),
+        ("q_start", t.q_start - shift),
+        ("q_end", t.q_end - shift),
         ("kv_start", t.kv_start),
         ("kv_end", t.kv_end),
     ):
@@ -163,6 +180,8 @@ def _check_cuts(plan: Plan) -> None:
         allowed = (position % plan.block == 0) | (position == plan.lengths[t.document]) | at_change
         if plan.cached_prefix is not None:
             allowed |= (position - plan.cached_prefix[t.document]) % plan.block == 0
+        if plan.query_shift is not None and name.startswith("q"):
+            allowed |= (position + plan.query_shift[t.document]) % plan.block == 0
         if plan.mask.attention_chunk is not None:
             allowed |= position % plan.mask.attention_chunk == 0
         if name == "kv_start":
@@ -178,8 +197,8 @@ def _check_cuts(plan: Plan) -> None:
 def _check_cover(plan: Plan) -> None:
     """Checks that no query sees a key twice, and that each document's visible pairs add up."""
     t = plan.tasks
-    starts = plan.document_offsets[t.document] + t.q_start
-    ends = plan.document_offsets[t.document] + t.q_end
+    starts = plan.query_offsets[t.document] + t.q_start
+    ends = plan.query_offsets[t.document] + t.q_end
     # Between two neighbouring query cuts a task covers either all queries or none.
     task, slab, _ = cut_at(starts, ends, distinct(np.concatenate([starts, ends])))
     order = order_by(slab, t.kv_start[task])
@@ -198,7 +217,8 @@ def _check_cover(plan: Plan) -> None:
     np.add.at(covered, t.document, t.pairs(plan.mask))
     zeros = np.zeros_like(plan.lengths)
     first = zeros if plan.cached_prefix is None else plan.cached_prefix
-    visible = plan.mask.pairs(first, plan.lengths, zeros, plan.lengths)
+    shift = zeros if plan.query_shift is None else plan.query_shift
+    visible = plan.mask.pairs(first + shift, plan.lengths + shift, zeros, plan.lengths)
     numbers = np.arange(len(plan.lengths))
     _refuse(
         covered != visible,

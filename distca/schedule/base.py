@@ -159,7 +159,11 @@ def task_loads(
 
 
 def document_loads(
-    lengths: Int64s, mask: Mask, cost_model: CostModel | None, prefix: Int64s | None = None
+    lengths: Int64s,
+    mask: Mask,
+    cost_model: CostModel | None,
+    prefix: Int64s | None = None,
+    query_shift: Int64s | None = None,
 ) -> Floats:
     """Returns the load of each document as one task, `[documents]`, as `task_loads` does.
 
@@ -168,12 +172,14 @@ def document_loads(
         mask: attention mask of all documents.
         cost_model: predicts seconds; None: loads are visible pairs.
         prefix: first tokens of each document that have no queries, int64 `[documents]`; None: none.
+        query_shift: see `Plan.query_shift`.
     """
     zeros, numbers = np.zeros_like(lengths), np.arange(len(lengths))
     if prefix is None:
         return task_loads(Tasks(numbers, zeros, lengths, zeros, lengths, zeros), mask, cost_model)
-    first_keys = mask.first_key(prefix)
-    return task_loads(Tasks(numbers, prefix, lengths, first_keys, lengths, zeros), mask, cost_model)
+    shift, first_keys = zeros if query_shift is None else query_shift, mask.first_key(prefix)
+    tasks = Tasks(numbers, prefix + shift, lengths + shift, first_keys, lengths, zeros)
+    return task_loads(tasks, mask, cost_model)
 
 
 def shared_prefixes(lengths: Int64s, parents: Int64s, prefix: Int64s | None = None) -> Int64s:
@@ -272,20 +278,33 @@ def level_load(load: float, speeds: Floats, busy: Floats | None = None) -> float
     return level
 
 
-def tasks_at_home(placement: Placement, mask: Mask) -> Tasks:
+def tasks_at_home(
+    placement: Placement, mask: Mask, lengths: Int64s | None = None, shift: Int64s | None = None
+) -> Tasks:
     """Makes one task of each run of a rank's tokens, on this rank, over all keys that they see.
 
     Pieces that follow each other are one run: apart, their tasks would each have a copy of the keys
     that both see.
+
+    Args:
+        placement: ranks that own the tokens.
+        mask: attention mask.
+        lengths: tokens of each document; needed with `shift` alone.
+        shift: see `Plan.query_shift`.
     """
     placement = placement.joined()
     if mask.attention_chunk is not None:
         placement = placement.cut_every(mask.attention_chunk)
+    document, start, end = placement.document, placement.start, placement.end
+    moved, keys = np.zeros_like(start), end
+    if shift is not None and lengths is not None:
+        moved = shift[document]
+        keys = np.where(moved > 0, lengths[document], end)
     return Tasks(
-        document=placement.document,
-        q_start=placement.start,
-        q_end=placement.end,
-        kv_start=mask.first_key(placement.start),
-        kv_end=placement.end,
+        document=document,
+        q_start=start + moved,
+        q_end=end + moved,
+        kv_start=mask.first_key(start),
+        kv_end=keys,
         server=placement.rank,
     )

@@ -45,6 +45,7 @@ class OverChunks:
         mask: Mask,
         parents: Int64s | None = None,
         prefix: Int64s | None = None,
+        query_shift: Int64s | None = None,
     ) -> Plan:
         """Makes a plan as `Scheduler.schedule` says.
 
@@ -54,6 +55,7 @@ class OverChunks:
             mask: attention mask of all documents.
             parents: see `Plan.parents`, for tiles alone; None: no document has any.
             prefix: see `TilesScheduler.plan`.
+            query_shift: see `Plan.query_shift`.
 
         Raises:
             ValueError: a chunk ends within a kernel's block.
@@ -61,7 +63,7 @@ class OverChunks:
         if parents is not None:
             assert isinstance(self.scheduler, TilesScheduler)
             assert mask.attention_chunk is None
-            return self.scheduler.schedule(lengths, placement, mask, parents, prefix)
+            return self.scheduler.schedule(lengths, placement, mask, parents, prefix, query_shift)
         if mask.attention_chunk is None:
             return self.scheduler.schedule(lengths, placement, mask)
         chunks = _Chunks.of(lengths, mask.attention_chunk)

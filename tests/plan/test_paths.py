@@ -52,6 +52,16 @@ def test_a_chain_is_one_document() -> None:
     assert paths.first_node.tolist() == [0, 3, 4]
 
 
+def test_two_way_nodes_are_documents_of_their_own() -> None:
+    own, parents = np.array([5, 3, 4, 2]), np.array([-1, 0, 1, 2])
+    paths = Paths.of(own, parents, np.array([False, False, True, False]))
+    assert paths.lengths.tolist() == [8, 12, 14]
+    assert paths.parents.tolist() == [-1, 0, 1]
+    assert paths.query_shift is not None
+    assert paths.query_shift.tolist() == [0, 4, 0]
+    assert Paths.of(own, parents, np.zeros(4, dtype=bool)).query_shift is None
+
+
 @pytest.mark.parametrize("turns", [1000, 500])
 def test_a_thousand_nodes_in_a_row_are_planned_in_a_second(turns: int) -> None:
     """The turns of a conversation; where there are more nodes, each turn has another answer."""

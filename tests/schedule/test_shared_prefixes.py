@@ -11,11 +11,12 @@ import pytest
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Plan, validate_plan
+from distca.plan.paths import Paths
 from distca.plan.saved import load_plan, save_plan
 from distca.runtime import build_exchange
 from distca.schedule import ScheduleConfig, TilesScheduler, even_capacities
 from distca.schedule.base import shared_prefixes
-from support.random_trees import met, random_family, visible
+from support.random_trees import met, random_family, random_shift, visible
 
 MASKS = (Mask(), Mask(window_left=40), Mask(attention_chunk=64))
 SHAPE = AttentionShape(8, 2, 16)
@@ -29,12 +30,15 @@ def plan_of(
     tolerance: float = 0.1,
     block: int = 16,
     prefix=None,
+    shift=None,
 ) -> Plan:
     config = ScheduleConfig(tolerance, SHAPE, block=block)
     own = lengths - shared_prefixes(lengths, parents, prefix)
     scheduler = TilesScheduler(config)
-    plan = scheduler.plan(lengths, even_capacities(int(own.sum()), ranks), mask, parents, prefix)
-    again = scheduler.schedule(lengths, plan.placement, mask, parents, prefix)
+    plan = scheduler.plan(
+        lengths, even_capacities(int(own.sum()), ranks), mask, parents, prefix, shift
+    )
+    again = scheduler.schedule(lengths, plan.placement, mask, parents, prefix, shift)
     validate_plan(plan)
     validate_plan(again)
     return plan
@@ -50,6 +54,38 @@ def test_every_visible_pair_is_in_one_task(full: bool) -> None:
         np.testing.assert_array_equal(met(plan), visible(plan, mask), err_msg=str(seed))
         assert int(plan.loads().sum()) == int(visible(plan, mask).sum())
         assert int(plan.loads_at_home().sum()) == int(plan.loads().sum())
+
+
+def test_tokens_of_two_way_nodes_see_all_of_their_node(full: bool, tmp_path: Path) -> None:
+    """Images, prompts of prefix language models: full rectangles, balanced as all others."""
+    for seed in range(1000 if full else 60):
+        random = np.random.default_rng(seed)
+        lengths, parents, prefix = random_family(random)
+        shift = random_shift(random, lengths - prefix)
+        ranks = int(random.integers(1, 6))
+        plan = plan_of(lengths, parents, ranks, prefix=prefix, shift=shift)
+        np.testing.assert_array_equal(met(plan), visible(plan, Mask()), err_msg=str(seed))
+        assert int(plan.loads().sum()) == int(visible(plan, Mask()).sum())
+        assert int(plan.loads_at_home().sum()) == int(plan.loads().sum())
+        two_way = shift[plan.tasks.document] > 0
+        assert not plan.tasks.ends_on_diagonal[two_way].any()
+    save_plan(plan, tmp_path / "plan.json")
+    np.testing.assert_array_equal(met(load_plan(tmp_path / "plan.json")[0]), met(plan))
+    with pytest.raises(ValueError, match="queries are not behind all own keys"):
+        validate_plan(replace(plan, query_shift=shift + 1))
+    with pytest.raises(ValueError, match="under a causal mask without window"):
+        validate_plan(replace(plan, mask=Mask(7)))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_two_way_nodes_are_balanced(ranks: int) -> None:
+    """Images in a text, and a long document of an encoder."""
+    own = np.array([3000, 9000, 512, 900, 512, 400, 512, 700])
+    parents = np.array([-1, -1, 1, 2, 3, 4, 5, 6])
+    paths = Paths.of(own, parents, np.array([1, 0, 1, 0, 1, 0, 1, 0], dtype=bool))
+    plan = plan_of(paths.lengths, paths.parents, ranks, MASKS[0], 0.05, 64, *paths.family[1:])
+    assert plan.loads().max() <= 1.06 * plan.loads().mean()
+    assert plan.placement.tokens_per_rank().max() <= -(-own.sum() // ranks)
 
 
 def test_a_plan_without_parents_is_the_same(tmp_path: Path) -> None:

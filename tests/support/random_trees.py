@@ -43,6 +43,11 @@ def random_family(random: np.random.Generator, most: int = 12) -> tuple[Int64s, 
     return prefix + own, parents, prefix
 
 
+def random_shift(random: np.random.Generator, own: Int64s) -> Int64s:
+    """Draws which documents see all of themselves: see `Plan.query_shift`."""
+    return np.where(random.random(len(own)) < 0.4, own, 0)
+
+
 def tokens_of_path(plan: Plan, document: int) -> Int64s:
     """Global positions of a document's tokens, its parent's first."""
     assert plan.parents is not None
@@ -59,8 +64,10 @@ def visible(plan: Plan, mask: Mask) -> Int64s:
     found = np.zeros((total, total), dtype=np.int64)
     for document, length in enumerate(plan.lengths.tolist()):
         path = tokens_of_path(plan, document)
+        two_way = plan.query_shift is not None and plan.query_shift[document] > 0
         for position in range(length - int(plan.own_lengths[document]), length):
-            keys = path[int(mask.first_key(position)) : position + 1]
+            last = length if two_way else position + 1
+            keys = path[int(mask.first_key(position)) : last]
             found[path[position], keys] = 1
     return found
 
@@ -79,7 +86,7 @@ def met(plan: Plan) -> Int64s:
             ]
         )
         assert len(keys) == t.kv_end[n] - t.kv_start[n]
-        queries = plan.document_offsets[t.document[n]] + np.arange(t.q_start[n], t.q_end[n])
+        queries = plan.query_offsets[t.document[n]] + np.arange(t.q_start[n], t.q_end[n])
         for row, query in enumerate(queries.tolist()):
             if not t.ends_on_diagonal[n]:
                 found[query, keys] += 1

@@ -40,12 +40,13 @@ def initial_tasks(
     shape: AttentionShape,
     block: int,
     prefix: Int64s | None = None,
+    query_shift: Int64s | None = None,
 ) -> Tasks:
     """Makes grids of documents mirrored over many ranks, and tasks at home of all others.
 
-    Documents with a `prefix`, tokens of a parent, have no grids.
+    Documents with a `prefix`, tokens of a parent, and those with a `query_shift` have no grids.
     """
-    home = tasks_at_home(placement, mask)
+    home = tasks_at_home(placement, mask, lengths, query_shift)
     if mask.window_left is not None:
         return home
     owners = np.bincount(placement.document, minlength=len(lengths))
@@ -54,6 +55,7 @@ def initial_tasks(
         for document in np.flatnonzero(owners >= _fewest_ranks(shape)).tolist()
         if lengths[document] >= 4 * block * owners[document]
         and (prefix is None or not prefix[document])
+        and (query_shift is None or not query_shift[document])
     ]
     if not wide:
         return home

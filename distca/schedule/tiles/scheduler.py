@@ -108,12 +108,14 @@ class _Family:
         mask: attention mask of all.
         parents: see `Plan.parents`.
         prefix: tokens of each that are its parent's, int64 `[documents]`; None: there are none.
+        query_shift: see `Plan.query_shift`.
     """
 
     lengths: Int64s
     mask: Mask
     parents: Int64s | None = None
     prefix: Int64s | None = None
+    query_shift: Int64s | None = None
 
     @property
     def own_lengths(self) -> Int64s:
@@ -125,7 +127,7 @@ class _Family:
         """The documents as trees; None: no document has a parent."""
         if self.parents is None or self.prefix is None or not self.prefix.any():
             return None
-        return TreeLine.of(self.own_lengths, self.prefix, self.parents)
+        return TreeLine.of(self.own_lengths, self.prefix, self.parents, self.query_shift)
 
 
 class TilesScheduler:
@@ -141,6 +143,7 @@ class TilesScheduler:
         mask: Mask,
         parents: Int64s | None = None,
         prefix: Int64s | None = None,
+        query_shift: Int64s | None = None,
     ) -> Plan:
         """Makes a plan as `Scheduler.plan` says.
 
@@ -151,14 +154,15 @@ class TilesScheduler:
             parents: see `Plan.parents`; None: no document has any.
             prefix: tokens of each document that are its parent's, int64 `[documents]`; None: all
                 that the parent has.
+            query_shift: see `Plan.query_shift`.
 
         Raises:
             BufferBoundError: no plan keeps to `max_buffer_bytes`.
             ValueError: see `shared_prefixes`; or there are parents and `max_buffer_bytes`.
         """
-        family = self._family(lengths, mask, parents, prefix)
+        family = self._family(lengths, mask, parents, prefix, query_shift)
         config, lengths, line = self._config, family.own_lengths, family.line
-        loads = document_loads(family.lengths, mask, config.cost_model, family.prefix)
+        loads = document_loads(family.lengths, mask, config.cost_model, family.prefix, query_shift)
         if line is not None:
             # Trees are packed as documents are.
             lengths, loads = line.of_trees(lengths).astype(np.int64), line.of_trees(loads)
@@ -206,6 +210,7 @@ class TilesScheduler:
         mask: Mask,
         parents: Int64s | None = None,
         prefix: Int64s | None = None,
+        query_shift: Int64s | None = None,
     ) -> Plan:
         """Makes a plan as `Scheduler.schedule` says; the other arguments are those of `plan`.
 
@@ -213,11 +218,16 @@ class TilesScheduler:
             BufferBoundError: no plan with this placement keeps to `max_buffer_bytes`.
             ValueError: as `plan`.
         """
-        family = self._family(lengths, mask, parents, prefix)
+        family = self._family(lengths, mask, parents, prefix, query_shift)
         return self._best([self._candidate(family, placement)])
 
     def _family(
-        self, lengths: Int64s, mask: Mask, parents: Int64s | None, prefix: Int64s | None
+        self,
+        lengths: Int64s,
+        mask: Mask,
+        parents: Int64s | None,
+        prefix: Int64s | None,
+        query_shift: Int64s | None,
     ) -> _Family:
         lengths = np.asarray(lengths, dtype=np.int64)
         if parents is None:
@@ -226,13 +236,13 @@ class TilesScheduler:
         prefix = shared_prefixes(lengths, parents, prefix)
         if self._config.max_buffer_bytes is not None:
             raise ValueError("documents with parents are not planned with max_buffer_bytes")
-        return _Family(lengths, mask, parents, prefix)
+        return _Family(lengths, mask, parents, prefix, query_shift)
 
     def _candidate(self, family: _Family, placement: Placement) -> _Candidate:
         """Makes a plan with a placement."""
-        config, prefix = self._config, family.prefix
+        config, prefix, shift = self._config, family.prefix, family.query_shift
         tasks = initial_tasks(
-            family.lengths, placement, family.mask, config.shape, config.block, prefix
+            family.lengths, placement, family.mask, config.shape, config.block, prefix, shift
         )
         plan = Plan(
             family.lengths,
@@ -243,6 +253,7 @@ class TilesScheduler:
             scheduler="tiles",
             cached_prefix=prefix,
             parents=family.parents,
+            query_shift=shift,
         )
         if config.max_buffer_bytes is not None:
             plan = bound_recv_bytes(plan, config.shape, config.max_buffer_bytes)

@@ -30,21 +30,26 @@ class TreeLine:
         own: own tokens of each of these, likewise.
         prefix: tokens of its path that are its parent's, likewise.
         tree: number of its tree, rising, likewise.
+        shift: see `Plan.query_shift`, likewise.
     """
 
     order: Int64s
     own: Int64s
     prefix: Int64s
     tree: Int64s
+    shift: Int64s
 
     @staticmethod
-    def of(own_lengths: Int64s, prefix: Int64s, parents: Int64s) -> TreeLine:
+    def of(
+        own_lengths: Int64s, prefix: Int64s, parents: Int64s, shift: Int64s | None = None
+    ) -> TreeLine:
         """Puts nodes on a line.
 
         Args:
             own_lengths: tokens of each node that are not its parent's, int64 `[nodes]`.
             prefix: tokens of each node's path that are its parent's, likewise.
             parents: an earlier node, or -1, likewise.
+            shift: see `Plan.query_shift`.
         """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
@@ -56,7 +61,8 @@ class TreeLine:
             left += children.get(node, [])[::-1]
         order = np.array(found, dtype=np.int64)
         tree = np.cumsum(parents[order] < 0) - 1
-        return TreeLine(order, own_lengths[order], prefix[order], tree)
+        shift = np.zeros_like(order) if shift is None else shift[order]
+        return TreeLine(order, own_lengths[order], prefix[order], tree, shift)
 
     @property
     def ends(self) -> Int64s:
@@ -100,13 +106,13 @@ class TreeLine:
 
     def _pairs_before(self, edges: Int64s, mask: Mask) -> Floats:
         """Returns the visible pairs of the tokens before places on the line, `[edges]`."""
-        zeros, end = np.zeros_like(self.own), self.prefix + self.own
-        whole = np.cumsum(mask.pairs(self.prefix, end, zeros, end))
+        zeros, end, shift = np.zeros_like(self.own), self.prefix + self.own, self.shift
+        whole = np.cumsum(mask.pairs(self.prefix + shift, end + shift, zeros, end))
         node = np.minimum(np.searchsorted(self.ends, edges, side="right"), len(self.own) - 1)
-        first, zeros = self.prefix[node], np.zeros_like(node)
+        first, zeros = (self.prefix + shift)[node], np.zeros_like(node)
         until = first + edges - (self.ends - self.own)[node]
         before = np.concatenate([zeros[:1], whole])[node]
-        return (before + mask.pairs(first, until, zeros, until)).astype(np.float64)
+        return (before + mask.pairs(first, until, zeros, end[node])).astype(np.float64)
 
     def _cut(self, cuts: Int64s, rank: Int64s, like: Placement) -> Placement:
         """Places the line's pieces that end at `cuts`: piece `n` on `rank[n]`."""

@@ -199,7 +199,7 @@ def join_stages(
     if together.parents is None:
         plan = scheduler.schedule(lengths, placement, mask)
     else:
-        family = together.parents, together.cached_prefix
+        family = together.parents, together.cached_prefix, together.query_shift
         plan = scheduler.schedule(lengths, placement, mask, *family)
     split_documents, first_document = [], 0
     for stage, ranks in zip(stages, servers, strict=True):
@@ -247,7 +247,7 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         servers: number of each of these ranks among all servers, int64 `[plans, ranks]`.
         world_size: number of all servers.
     """
-    lengths, cached_prefixes, placements, tasks, parents = [], [], [], [], []
+    lengths, cached_prefixes, placements, tasks, parents, shifts = [], [], [], [], [], []
     first_document = 0
     working = [plan for plan in plans if plan is not None]
     for plan, ranks in zip(plans, servers, strict=True):
@@ -260,6 +260,8 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         )
         if plan.parents is not None:
             parents.append(np.where(plan.parents < 0, -1, plan.parents + first_document))
+        if plan.query_shift is not None:
+            shifts.append(plan.query_shift)
         placements.append(
             Placement(
                 placement.document + first_document,
@@ -272,6 +274,7 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         tasks.append(replace(own, document=own.document + first_document, server=ranks[own.server]))
         first_document += len(plan.lengths)
     assert len(parents) in (0, len(working)), "plans with parents beside plans without"
+    assert len(shifts) in (0, len(working)), "plans with shifts beside plans without"
     crosses = any(plan.cached_prefix is not None for plan in working)
     return replace(
         working[0],
@@ -281,4 +284,5 @@ def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int)
         notes=tuple(note for plan in working for note in plan.notes),
         cached_prefix=np.concatenate(cached_prefixes) if crosses else None,
         parents=np.concatenate(parents) if parents else None,
+        query_shift=np.concatenate(shifts) if shifts else None,
     )

@@ -112,7 +112,7 @@ def plan_trees(
     own = int(trees.own_lengths.sum()) // ranks
     capacities = np.full(ranks, own, dtype=np.int64)
     paths = trees.paths
-    lengths, family = paths.lengths, (paths.parents, paths.prefix)
+    lengths, family = paths.lengths, paths.family
     first, *others = masks.masks
     plan = scheduler.plan(lengths, capacities, first, *family)
     rest = (scheduler.schedule(lengths, plan.placement, mask, *family) for mask in others)
