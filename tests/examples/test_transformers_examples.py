@@ -40,3 +40,15 @@ def test_rollouts() -> None:
     shared = losses("rollouts", 2)
     assert len(shared) == STEPS
     assert losses("rollouts", 2, "--least", "1000000") == pytest.approx(shared, abs=3e-6)
+
+
+def test_trl_s_grpo() -> None:
+    """Losses and norms of gradients are those of TRL alone, from the same samples."""
+    pytest.importorskip("trl")
+    found = []
+    for more in ((), ("--plain",)):
+        code, printed = run_script("examples/trl_grpo.py", 2, ["--steps", str(STEPS), *more])
+        assert code == 0, printed[-3000:]
+        found.append(re.findall(r"'(?:loss|grad_norm|reward)': '(-?\d+\.?\d*)'", printed))
+    assert len(found[0]) == 3 * STEPS
+    assert found[0] == found[1]
