@@ -81,7 +81,7 @@ NOT_RUN = {
     r"torchrun .* examples/transformers_\w+\.py .*": "test_transformers_examples.py runs it",
     r"torchrun .* examples/rollouts\.py .*": "test_transformers_examples.py runs it",
     r"torchrun .* examples/trl_grpo\.py .*": "test_transformers_examples.py runs it with TRL",
-    r"torchrun (?!.* examples/(transformers_|rollouts|trl_)).*": "needs eight GPUs or several nodes",
+    r"torchrun (?!.* examples/(transformers_|rollouts|trl_)).*": "needs eight GPUs or nodes",
     r"python -m megatron_patches\.launch .*": "needs several nodes; test_launcher.py has ranks",
     r"python -m megatron_patches\.check_run .*": "run by test_launcher.py",
     r"launch/local\.sh (?!--dry-run).*": "needs GPUs that hold a model of 8B",
