@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(argv)
-    jobs = [(SIZES[number - 1], gpus) for number in args.sizes for gpus in args.gpus]
+    # Small clusters first, whose simulations are short.
+    jobs = [(SIZES[number - 1], gpus) for gpus in args.gpus for number in args.sizes]
     with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
         under_way = [pool.submit(simulate, *job, args.systems) for job in jobs]
         done = [each.result() for each in track(under_way, "shared_prompts.py", "jobs")]

@@ -72,7 +72,7 @@ NOT_RUN = {
     r".* --help|(bash )?launch/(local|slurm/\w+)\.sh --dry-run.*": "run when its flags are checked",
     r"distca plan --compare": "a part of a command",
     SIMULATED: "run with --plot, as docs/when_it_helps.md has it",
-    r"python docs/(make_reference|plot_packed_beside_tiles)\.py.*": "run by test_docs.py",
+    r"python docs/(make_reference|plot_\w+)\.py.*": "run by test_docs.py",
     r"(source|export) .*": "sets up a shell",
     r"pip install .*|(PYTHON=FILE )?launch/setup\.sh": "downloads packages",
     r"launch/demo\.sh.*": "downloads packages, and trains for minutes",

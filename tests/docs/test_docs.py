@@ -182,6 +182,28 @@ def test_the_picture_of_the_readme_shows_what_it_says(tmp_path: Path) -> None:
         assert f"servers compute {balance} times the mean" in drawn
 
 
+def test_the_picture_of_trees_shows_every_visible_pair(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot_trees as picture
+    from matplotlib.figure import Figure
+
+    assert picture.main([str(tmp_path / "picture.svg")]) == 0
+    drawn = (tmp_path / "picture.svg").read_text()
+    plan = picture.plan_of_trees()
+    loads = plan.loads() / plan.loads().mean()
+    assert loads.max() < 1.06
+    for rank, load in enumerate(loads):
+        assert f"rank {rank}: {load:.2f} times the mean load" in drawn
+    # The polygons have the area of what queries see, in square thousands of tokens.
+    axes = Figure().subplots()
+    picture.draw_tasks(axes, plan, server_colours(4, range(4)))
+    (tasks,) = axes.collections
+    x, y = np.array([path.vertices[:4] for path in tasks.get_paths()]).transpose(2, 0, 1)
+    area = np.abs((x * np.roll(y, -1, 1) - y * np.roll(x, -1, 1)).sum(1)).sum() / 2
+    # The diagonal halves the cells of own tokens.
+    assert area == pytest.approx((plan.loads().sum() - plan.own_lengths.sum() / 2) / 1e6, rel=1e-6)
+
+
 def test_highlighted_servers_have_colours_that_differ_in_black_and_white() -> None:
     """Neighbours in the list differ most, and all others are of one grey."""
     pytest.importorskip("matplotlib")
