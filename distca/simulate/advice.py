@@ -17,6 +17,7 @@ from distca.simulate.variants import (
     with_chains,
     with_kept_inputs,
     with_near_micro_batches,
+    with_or_without_ping_pong,
     with_other_micro_batches,
     with_pools,
     with_pools_or_shared_heads,
@@ -24,14 +25,13 @@ from distca.simulate.variants import (
     with_slower_links,
     with_wide_documents,
     without_latents,
-    without_ping_pong,
 )
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
 _FIRST_SEQUENCES, _COMPARED_SEQUENCES = 8, 96
 """Sequences of the batches that all configurations run which may be fastest, and of those by which
 a search chooses among these and their variants: large batches differ less, so fewer are enough."""
-_MANY_TOKENS = 2**25
+_MANY_TOKENS = 2**24
 """Tokens of a batch from which on it alone chooses, however few its sequences are."""
 _KEPT, _KEPT_WITH_PLANS = 12, 3
 """Configurations of a baseline, which a search compares by all batches, and with `--distca`, by the
@@ -105,7 +105,7 @@ class Extent:
                 # A tolerance costs a user nothing.
                 (self._tolerant, 1.0),
                 (with_kept_inputs, 1.0),
-                (without_ping_pong, 1.0),
+                (with_or_without_ping_pong, 1.0),
                 # Last, so that a faster network has the plan with which the search for the slower
                 # one ended.
                 (with_slower_links, 1.0),

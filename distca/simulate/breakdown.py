@@ -165,6 +165,8 @@ def in_parts(
     )
     interference, links, copies, launches = (-np.diff(seconds)).tolist()
     collectives = with_links - linear
+    # The slowest rank may have fewer collectives than the mean one.
+    exchanges = max(links - collectives, 0.0)
     parts = Breakdown(
         linear,
         collectives,
@@ -172,8 +174,8 @@ def in_parts(
         launches,
         copies,
         interference,
-        links - collectives,
-        seconds[-1] - linear - attention,
+        exchanges,
+        seconds[-1] + links - exchanges - collectives - linear - attention,
     )
     return outcome, parts
 

@@ -44,9 +44,9 @@ def with_uneven_micro_batches(candidate: Candidate, workload: Workload) -> list[
     """
     least = max(candidate.micro_batches, workload.sequences)
     size = candidate.pool_size or candidate.data
-    if candidate.system != "tiles" or workload.model.experts is not None:
+    if candidate.system != "tiles" or candidate.stages > 1:
         return []
-    if candidate.stages > 1 or candidate.micro_batches < workload.sequences:
+    if candidate.micro_batches < workload.sequences:
         return []
     numbers, most = [], _MOST_UNEVEN * workload.sequences
     while (least := max(math.ceil(_UNEVEN * least), least + 1)) <= most:
@@ -160,13 +160,16 @@ def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Returns the configuration with server pools: of a node's ranks, of two nodes', of four's, and
     of one rank.
 
-    Training has them without chains and experts. A pool has the same ranks of all stages.
+    Training has them without chains. A pool has the same ranks of all stages. With experts there is
+    one pool of all ranks, whose micro-batches may be any number.
     """
-    alone = candidate.chain == 1 and workload.model.experts is None
-    if candidate.system != "tiles" or not alone:
+    if candidate.system != "tiles" or candidate.chain > 1:
         return []
     if candidate.pool_size not in (None, candidate.data) or candidate.wide_documents is not None:
         return []
+    if workload.model.experts is not None:
+        whole = candidate.stages == 1 and candidate.pool_size is None
+        return [replace(candidate, pool_size=candidate.data)] if whole else []
     node = workload.cluster.servers_per_node(candidate.tensor)
     sizes = [
         size
@@ -194,17 +197,15 @@ def with_wide_documents(candidate: Candidate, workload: Workload) -> list[Candid
     ]
 
 
-def without_ping_pong(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration without ping-pong.
+def with_or_without_ping_pong(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration without ping-pong, or with it if it has none.
 
     Where tasks stay inside nodes, ranks share heads or little travels, exchanges take less time
     than twice as many launches, and interfere with less.
     """
     if candidate.system != "tiles" or (candidate.stages > 1 and candidate.pool_size is None):
         return []
-    if not candidate.ping_pong:
-        return []
-    return [replace(candidate, ping_pong=False)]
+    return [replace(candidate, ping_pong=not candidate.ping_pong)]
 
 
 def with_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -238,13 +239,11 @@ def with_most_shared_heads(candidate: Candidate, workload: Workload) -> list[Can
 
 def with_pools_or_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Returns the configuration with server pools, and with as many ranks as can that share heads,
-    in one pool and in pools of a node."""
+    in one pool and in pools of a node: without ping-pong where training can."""
     pools = with_pools(candidate, workload)
-    return [
-        *pools,
-        *with_most_shared_heads(candidate, workload),
-        *(o for each in pools[:1] for o in with_most_shared_heads(each, workload)),
-    ]
+    shared = [o for each in (candidate, *pools[:1]) for o in with_most_shared_heads(each, workload)]
+    whole = (o for each in shared for o in with_or_without_ping_pong(each, workload) or [each])
+    return [*pools, *whole]
 
 
 def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Candidate]:

@@ -372,8 +372,12 @@ def _validate_experts(config: DistcaConfig, args: Namespace) -> None:
             "--distca does not cover --moe-router-load-balancing-type sinkhorn, which balances the "
             "tokens that happen to be on a rank: choose aux_loss"
         )
-    if (uneven := config.shares_tokens_unevenly) is not None:
+    # The ranks of one pool have equally many tokens of a micro-batch, whatever its size.
+    one_pool = config.pool_size == args.data_parallel_size
+    if (uneven := config.shares_tokens_unevenly) is not None and not one_pool:
         flag, remedy = uneven
+        if config.pool_size is not None:
+            remedy = f"{remedy}, or give all {args.data_parallel_size} ranks one pool"
         raise ValueError(
             f"{flag} gives ranks different numbers of tokens, which experts don't take: {remedy}"
         )

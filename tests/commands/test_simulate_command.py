@@ -40,8 +40,8 @@ from distca.simulate.space import estimate
 from distca.simulate.variants import (
     with_fewer_in_flight,
     with_kept_inputs,
+    with_or_without_ping_pong,
     with_pools,
-    without_ping_pong,
 )
 from support.commands import Command
 
@@ -362,12 +362,10 @@ def test_the_best_of_all_is_found() -> None:
         c: simulate(c, WORKLOAD, batch).seconds
         for c in candidates("tiles", WORKLOAD, [1, 2], [1, 2])
     }
-    # They are too few ranks for server pools.
-    assert not any(with_pools(candidate, WORKLOAD) for candidate in every)
-    fastest = min(every, key=lambda candidate: every[candidate])
-    # All ranks are in one node.
-    (whole,) = without_ping_pong(fastest, WORKLOAD)
-    more = [whole, *(o for each in (fastest, whole) for o in with_kept_inputs(each, WORKLOAD))]
+    # All ranks are in one node: pools have one each.
+    more = [each for base in every for each in (base, *with_pools(base, WORKLOAD))]
+    for variants in (with_or_without_ping_pong, with_kept_inputs):
+        more += [other for each in more for other in variants(each, WORKLOAD)]
     every |= {c: simulate(c, WORKLOAD, batch).seconds for c in more}
     assert choice.candidate is not None
     assert every[choice.candidate] == choice.seconds == min(every.values())
@@ -479,7 +477,7 @@ def test_a_bound_that_has_not_run_is_not_said_to_be_out_of_memory(
     whole = next(c for c in order if c.stages == 1)
     # The first round has two batches.
     tight.update({piped: 2, whole: 3})
-    (choice,) = advise(WORKLOAD, [sequences()] * 3, ["tiles"], [1, 2], [1, 2], finalists=2)
+    (choice,) = advise(WORKLOAD, [sequences()] * 3, ["tiles"], [1, 2], [1, 2], finalists=6)
     assert choice.candidate == whole
     # With fewer micro-batches in flight the other might fit, and more with shared heads.
     assert choice.out_of_memory <= choice.simulated - 2

@@ -31,12 +31,12 @@ from distca.simulate.hybrid import HYBRID
 from distca.simulate.variants import (
     with_chains,
     with_kept_inputs,
+    with_or_without_ping_pong,
     with_other_micro_batches,
     with_pools,
     with_shared_heads,
     with_slower_links,
     with_uneven_micro_batches,
-    without_ping_pong,
 )
 from distca.simulate.workload import options_of, token_pairs
 from megatron_patches.batches.layouts import WindowLayout
@@ -147,7 +147,7 @@ def test_server_pools_where_training_has_them() -> None:
     given = Candidate("tiles", 2, 1, 32, 1, 2)
     pooled = with_pools(given, job)
     assert [each.pool_size for each in pooled] == [4, 8, 16, 1]
-    (whole,) = without_ping_pong(pooled[0], job)
+    (whole,) = with_or_without_ping_pong(pooled[0], job)
     assert with_slower_links(whole, job) == []
     for each in (pooled[0], whole, *with_slower_links(pooled[2], job)):
         flags = training_flags(each, job)
@@ -163,11 +163,11 @@ def test_server_pools_where_training_has_them() -> None:
 def test_no_ping_pong_where_training_can() -> None:
     job = replace(WORKLOAD, gpus=8)
     given = Candidate("tiles", 1, 1, 8, 1, 2)
-    (alone,) = without_ping_pong(given, job)
+    (alone,) = with_or_without_ping_pong(given, job)
     assert not alone.ping_pong
-    assert without_ping_pong(alone, job) == []
+    assert with_or_without_ping_pong(alone, job) == [given]
     check(parsed(shlex.split(" ".join(training_flags(alone, job))), job), alone, job)
-    assert without_ping_pong(replace(given, stages=2, data=4), job) == []
+    assert with_or_without_ping_pong(replace(given, stages=2, data=4), job) == []
 
 
 def test_micro_batches_smaller_than_a_sequence() -> None:

@@ -15,6 +15,7 @@ from distca.simulate.variants import (
     with_fewer_in_flight,
     with_kept_inputs,
     with_more_micro_batches,
+    with_or_without_ping_pong,
     with_other_micro_batches,
     with_pools,
     with_shared_heads,
@@ -22,7 +23,6 @@ from distca.simulate.variants import (
     with_uneven_micro_batches,
     with_wide_documents,
     without_latents,
-    without_ping_pong,
 )
 from support.simulated_jobs import JOBS, batch
 
@@ -31,7 +31,7 @@ MOST = 12
 
 def variants(candidate: Candidate, job: Workload) -> list[Candidate]:
     of_job = (
-        *(with_chains, with_pools, with_shared_heads, with_kept_inputs, without_ping_pong),
+        *(with_chains, with_pools, with_shared_heads, with_kept_inputs, with_or_without_ping_pong),
         *(with_slower_links, without_latents, with_more_micro_batches),
         *(with_other_micro_batches, with_uneven_micro_batches, with_wide_documents),
     )

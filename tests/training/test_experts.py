@@ -73,6 +73,30 @@ def test_experts_of_two_ranks(ranks, losses: str, world_size: int, flags: list[s
     check(found, reference(ranks, losses), (losses, flags))
 
 
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [(2, ["--distca-pool-size", "2", WHOLE]), (4, ["--distca-pool-size", "4"])],
+)
+def test_experts_of_one_pool_with_micro_batches_of_any_size(
+    ranks, world_size: int, flags: list[str]
+) -> None:
+    """Documents are longer than the window of a micro-batch."""
+    run = ["--seq-length", "128", "--global-batch-size", "32", *EP2, *EXPERTS, *LOSSES["none"]]
+    run += ["--distca", "--distca-max-document-length", "1024", *flags]
+    found = ranks.run(train, run, LENGTHS, 1, world_size=world_size)
+    check(found, reference(ranks, "none"), flags)
+
+
+def test_a_loss_of_routers_in_one_pool(ranks) -> None:
+    """It is that of a micro-batch's tokens on all ranks, wherever they are."""
+    run = ["--seq-length", "2048", "--global-batch-size", "2", *EXPERTS, *LOSSES["balanced"]]
+    spread = [["--distca", "--distca-pool-size", "2", WHOLE], [*SEQUENTIAL, WHOLE]]
+    runs = [[*run, *EP2, *each] for each in spread]
+    (pooled, beside), *_ = ranks.run(train_all, runs, LENGTHS, 1, world_size=2)
+    assert pooled.losses == pytest.approx(beside.losses, rel=1e-6)
+    assert pooled.grad_norms == pytest.approx(beside.grad_norms, rel=1e-5)
+
+
 @pytest.mark.parametrize("nano_batches", ["--distca-ping-pong", "--no-distca-ping-pong"])
 def test_a_bias_of_experts_follows_the_tokens_of_all_ranks(ranks, nano_batches: str) -> None:
     """The second step is routed by the bias that the first one moved."""
