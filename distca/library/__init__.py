@@ -16,7 +16,7 @@ from distca.library.documents import IGNORED, Document
 from distca.library.operation import core_attention
 from distca.library.planner import Planner
 from distca.library.plans import PlannedDocuments
-from distca.library.share import share_documents
+from distca.library.share import share_documents, split_packed
 from distca.library.trees import Rollout, Tree, share_prefixes
 from distca.plan import Mask
 
@@ -35,4 +35,5 @@ __all__ = [
     "core_attention",
     "share_documents",
     "share_prefixes",
+    "split_packed",
 ]

@@ -43,6 +43,36 @@ def as_documents(given: Sequence[Given]) -> tuple[Document | Tree, ...]:
     return tuple(found)
 
 
+def split_packed(
+    tokens: torch.Tensor, cu_seqlens: torch.Tensor, weights: torch.Tensor | None = None
+) -> list[Rollout]:
+    """Makes rollouts of sequences that lie one after the other without padding, as verl and other
+    loops have them.
+
+    Args:
+        tokens: tokens of all sequences, `[tokens]` or with a first dimension of 1, any integers.
+        cu_seqlens: start of each sequence, and the end of the last one, `[sequences + 1]`.
+        weights: a weight for each token, such as a response mask times the advantage; None: all
+            are 1.
+
+    Raises:
+        ValueError: `cu_seqlens` does not rise from 0 to the number of tokens, or see `Rollout`.
+    """
+    flat = tokens.detach().reshape(-1).cpu().long()
+    edges = cu_seqlens.detach().cpu().long()
+    if edges.dim() != 1 or len(edges) < 2 or int(edges[0]) or int(edges[-1]) != len(flat):
+        raise ValueError(
+            f"cu_seqlens must begin with 0 and end with the number of tokens, {len(flat)}"
+        )
+    sizes = edges.diff().tolist()
+    if min(sizes) < 1:
+        raise ValueError("cu_seqlens does not rise: a sequence has no tokens")
+    found = [None] * len(sizes)
+    if weights is not None:
+        found = list(weights.detach().reshape(-1).cpu().float().split(sizes))
+    return [Rollout(*each) for each in zip(flat.split(sizes), found, strict=True)]
+
+
 def share_documents(
     own: Sequence[Given], group: dist.ProcessGroup | None = None
 ) -> tuple[Document | Tree, ...]:

@@ -14,7 +14,7 @@ import torch
 from distca.library import Document, Mask, Rollout, Tree, share_prefixes
 from distca.library.nodes import Nodes
 from distca.library.plans import PlanDocuments
-from distca.library.share import as_documents, digest
+from distca.library.share import as_documents, digest, split_packed
 from distca.schedule import ScheduleConfig
 from support.rollout_loops import (
     MIXES,
@@ -117,6 +117,25 @@ def test_turns_of_a_conversation_are_one_document_of_plans() -> None:
     assert len(tree.nodes) > 59
     assert len(paths.lengths) == 31
     assert set(paths.parents.tolist()) == {-1, 0}
+
+
+def test_packed_sequences_become_rollouts() -> None:
+    rollouts = star_of(2)
+    sizes = [len(each.tokens) for each in rollouts]
+    edges = torch.tensor([0, *sizes]).cumsum(0).int()
+    tokens = torch.cat([each.tokens for each in rollouts])[None].int()
+    weights = torch.cat([each.weights for each in rollouts if each.weights is not None])
+    for mine, other in zip(split_packed(tokens, edges, weights), rollouts, strict=True):
+        assert mine.tokens.dtype == torch.int64
+        assert torch.equal(mine.tokens, other.tokens)
+        assert mine.weights is not None
+        assert other.weights is not None
+        assert torch.equal(mine.weights, other.weights)
+    assert split_packed(tokens, edges)[0].weights is None
+    with pytest.raises(ValueError, match=f"the number of tokens, {sum(sizes)}"):
+        split_packed(tokens, edges[:-1])
+    with pytest.raises(ValueError, match="a sequence has no tokens"):
+        split_packed(tokens, torch.cat([edges[:1], edges]))
 
 
 def star_of(seed: int) -> list[Rollout]:
