@@ -6,10 +6,14 @@ Rollouts of a global batch have 32 prompts. *One by one* they are computed by th
 `distca simulate`. *Whole trees* lie on as many ranks each as are fastest, as masks for the kernel
 of one context-parallel group have it. The *ideal* is the time of the trees' linear layers and core
 attention if all ranks had equal shares and nothing else took time. Writes `shared_prompts.md`.
+
+With `--earlier` it takes the jobs of earlier runs of the same code, so that several runs may share
+the jobs.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +28,7 @@ from benchmarks.arguments import Parser
 from distca.commands.simulate_rollouts import SYSTEMS, Row, compare, spent
 from distca.cost.model_sizes import MODELS
 from distca.progress import track
-from distca.simulate import CLUSTERS, Workload
+from distca.simulate import CLUSTERS, Breakdown, Workload
 from distca.simulate.rollouts import draw_groups, one_by_one
 
 MODEL, CLUSTER = "llama-8b", "dgx-h200"
@@ -91,6 +95,20 @@ def page(found: Sequence[tuple[tuple[int, int, int], int, list[Row]]], command: 
     )
 
 
+def earlier(folders: Sequence[Path]) -> dict[tuple[tuple[int, int, int], int], list[Row]]:
+    """Reads the jobs that earlier runs have simulated."""
+    found = {}
+    for folder in folders:
+        for job in json.loads((folder / "shared_prompts.json").read_text()):
+            prompt, responses, response = job["size"]
+            rows = [
+                Row(**{**row, "parts": row["parts"] and Breakdown(**row["parts"])})
+                for row in job["rows"]
+            ]
+            found[(prompt, responses, response), job["gpus"]] = rows
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Simulates, and writes the page."""
     parser = Parser(__doc__)
@@ -99,14 +117,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", choices=numbers, default=[*numbers])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--processes", type=int, default=1, metavar="N")
+    parser.add_argument("--earlier", type=Path, nargs="+", default=[], metavar="DIR")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(argv)
     # Small clusters first, whose simulations are short.
     jobs = [(SIZES[number - 1], gpus) for gpus in args.gpus for number in args.sizes]
+    simulated = earlier(args.earlier)
+    left = [job for job in jobs if job not in simulated]
     with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
-        under_way = [pool.submit(simulate, *job, args.systems) for job in jobs]
+        under_way = [pool.submit(simulate, *job, args.systems) for job in left]
         done = [each.result() for each in track(under_way, "shared_prompts.py", "jobs")]
-    found = [(*job, rows) for job, rows in zip(jobs, done, strict=True)]
+    simulated |= dict(zip(left, done, strict=True))
+    found = [(*job, simulated[job]) for job in jobs]
     figures = [
         {"size": size, "gpus": gpus, "rows": [asdict(row) for row in rows]}
         for size, gpus, rows in found

@@ -28,6 +28,14 @@ def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
     assert cells[5] == f"{(parts['linear'] + parts['attention']) / ours:.2f}"
     assert "% core attention, " in cells[6]
 
+    # Another run takes the job from there.
+    monkeypatch.setattr(shared_prompts, "simulate", None)
+    flags[-1] = str(tmp_path / "again")
+    with patch.object(sys, "argv", ["shared_prompts", *flags, "--earlier", str(tmp_path)]):
+        shared_prompts.main()
+    page = (tmp_path / "again" / "shared_prompts.md").read_text().splitlines()
+    assert page[6].split(" | ") == cells
+
 
 def test_ways_that_do_not_fit_have_no_figures() -> None:
     assert line((1024, 1, 1024), 8, []) == ["1K x 1 x 1K", "8", "fits in no layout", *[""] * 4]
