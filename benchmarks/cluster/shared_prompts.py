@@ -8,7 +8,7 @@ of one context-parallel group have it. The *ideal* is the time of the trees' lin
 attention if all ranks had equal shares and nothing else took time. Writes `shared_prompts.md`.
 
 With `--earlier` it takes the jobs of earlier runs of the same code, so that several runs may share
-the jobs.
+the jobs, and with `--only-earlier` none but these.
 """
 
 from __future__ import annotations
@@ -118,11 +118,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--earlier", type=Path, nargs="+", default=[], metavar="DIR")
+    parser.add_argument("--only-earlier", action="store_true")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(argv)
     # Small clusters first, whose simulations are short.
     jobs = [(SIZES[number - 1], gpus) for gpus in args.gpus for number in args.sizes]
     simulated = earlier(args.earlier)
+    if args.only_earlier:
+        jobs = [job for job in jobs if job in simulated]
     left = [job for job in jobs if job not in simulated]
     with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
         under_way = [pool.submit(simulate, *job, args.systems) for job in left]

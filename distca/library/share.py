@@ -67,10 +67,10 @@ def split_packed(
     sizes = edges.diff().tolist()
     if min(sizes) < 1:
         raise ValueError("cu_seqlens does not rise: a sequence has no tokens")
-    found = [None] * len(sizes)
+    found: list[torch.Tensor | None] = [None] * len(sizes)
     if weights is not None:
-        found = list(weights.detach().reshape(-1).cpu().float().split(sizes))
-    return [Rollout(*each) for each in zip(flat.split(sizes), found, strict=True)]
+        found = list(torch.split(weights.detach().reshape(-1).cpu().float(), sizes))
+    return [Rollout(*each) for each in zip(torch.split(flat, sizes), found, strict=True)]
 
 
 def share_documents(

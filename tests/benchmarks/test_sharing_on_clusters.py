@@ -30,7 +30,7 @@ def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
 
     # Another run takes the job from there.
     monkeypatch.setattr(shared_prompts, "simulate", None)
-    flags[-1] = str(tmp_path / "again")
+    flags = ["--output", str(tmp_path / "again"), "--only-earlier", "--sizes", "1"]
     with patch.object(sys, "argv", ["shared_prompts", *flags, "--earlier", str(tmp_path)]):
         shared_prompts.main()
     page = (tmp_path / "again" / "shared_prompts.md").read_text().splitlines()
