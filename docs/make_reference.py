@@ -47,6 +47,7 @@ explain when to use DistCA's flags:
 | transport | `--distca-transport`, `--distca-nvshmem-mode`, \
 `--distca-nccl-max-ctas` | \
 [tuning](performance.md#transports) |
+| metrics for Prometheus | `--distca-metrics` | [operating](launching.md#what-to-watch) |
 | dedicated servers | `--distca-servers` | [pipelines](pipelines.md#dedicated-servers) |
 | server pools | `--distca-pool-size`, `--distca-wide-documents`, `--distca-token-pairs` | \
 [tuning](performance.md#server-pools) |

@@ -167,12 +167,14 @@ class DistcaConfig:
     """What the `--distca` flags say.
 
     Attributes:
-        enabled: whether core attention is disaggregated (`--distca`); else only `documents` and
-            `chain` apply.
+        enabled: whether core attention is disaggregated (`--distca`); else only `documents`,
+            `metrics` and `chain` apply.
         documents: documents of the run.
         scheduling: scheduler.
         transport: what moves rows.
         trace: timeline; None: none is written.
+        metrics: file of Prometheus' metrics, also of a run without `--distca`; None: none is
+            written.
         dedicated: processes at the end of the job that only serve.
         backward: whether the backward pass sends the kernels' inputs again (`resend`), or servers
             keep them (`keep`).
@@ -194,6 +196,7 @@ class DistcaConfig:
     scheduling: SchedulingConfig = SchedulingConfig()
     transport: TransportConfig = TransportConfig()
     trace: TraceConfig | None = None
+    metrics: Path | None = None
     dedicated: int = 0
     backward: BackwardInputs = "resend"
     latent_rows: LatentRows = "auto"
@@ -265,6 +268,7 @@ class DistcaConfig:
                 ablation=args.distca_ablation,
             ),
             trace=None if trace is None else TraceConfig(trace, *args.distca_trace_iterations),
+            metrics=args.distca_metrics,
             dedicated=args.distca_servers if args.distca else 0,
             backward=args.distca_backward,
             latent_rows=args.distca_latent_rows,

@@ -250,6 +250,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "process. Default: 2 3.",
     )
     group.add_argument(
+        "--distca-metrics",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="Write the figures of each log line as metrics of Prometheus, for node_exporter's "
+        "textfile collector. The last rank writes; the name should end in .prom. Also without "
+        "--distca.",
+    )
+    group.add_argument(
         "--distca-profile",
         type=Path,
         default=None,
@@ -306,9 +315,10 @@ APPLY_WITHOUT_DISTCA = (
     "--distca-max-document-length",
     "--distca-whole-documents",
     "--distca-documents",
+    "--distca-metrics",
     "--from-hf",
 )
-"""Flags about documents and the model, which our script follows in plain Megatron, too."""
+"""Flags about documents, metrics and the model, which our script follows in plain Megatron, too."""
 
 
 def given_in_vain(args: Namespace, documents: str | None = None) -> list[str]:

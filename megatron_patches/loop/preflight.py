@@ -74,6 +74,8 @@ def preflight(
             check_trace(config)
             if args.save is not None:
                 held = lock_save(Path(args.save), checkpoint_bytes(args), environment)
+        if args.rank == args.world_size - 1:
+            check_metrics(config)
 
     _together(lambda: check_read(config, args))
     _together(take)
@@ -95,6 +97,7 @@ def check_alone(config: DistcaConfig, args: Namespace) -> None:
     check_read(config, args)
     check_boards(args)
     check_trace(config)
+    check_metrics(config)
     if args.save is not None:
         _try_folder(f"--save {args.save}", Path(args.save))
         check_room(Path(args.save), checkpoint_bytes(args))
@@ -199,17 +202,29 @@ def check_trace(config: DistcaConfig) -> None:
     Raises:
         ValueError: it cannot be.
     """
-    if not config.enabled or config.trace is None:
-        return
-    trace = config.trace.path
-    if trace.is_dir():
-        raise ValueError(f"--distca-trace {trace} is a folder: give the name of a file")
+    if config.enabled and config.trace is not None:
+        _try_file("--distca-trace", config.trace.path)
+
+
+def check_metrics(config: DistcaConfig) -> None:
+    """Tries the file of the metrics, if one is written.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    if config.metrics is not None:
+        _try_file("--distca-metrics", config.metrics)
+
+
+def _try_file(flag: str, path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: give the name of a file")
     try:
-        if trace.exists():
-            trace.open("a").close()
+        if path.exists():
+            path.open("a").close()
     except OSError as error:
-        raise _unusable(f"--distca-trace {trace}", error) from error
-    _try_folder(f"--distca-trace {trace}", trace.parent)
+        raise _unusable(f"{flag} {path}", error) from error
+    _try_folder(f"{flag} {path}", path.parent)
 
 
 def check_boards(args: Namespace) -> None:

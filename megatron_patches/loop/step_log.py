@@ -25,6 +25,7 @@ from distca.run_figures import (
     ATTENTION_BUSIEST,
     ATTENTION_MEAN,
     BUSIEST,
+    GRADIENTS,
     MEAN,
     MFU,
     RESERVED,
@@ -40,6 +41,7 @@ from megatron_patches import cpu
 from megatron_patches.batches.micro_batch import PAIRS
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.finite import ending_unless_finite
+from megatron_patches.loop.metrics_file import write_metrics
 from megatron_patches.model.core_attention import PackedCoreAttention
 from megatron_patches.pipeline.data_iterators import unwrap
 from megatron_patches.pipeline.progress import Progress
@@ -289,6 +291,8 @@ def measured_log(theirs: Callable[..., Any], run: Logging) -> Callable[..., Any]
         if is_logged and log.steps:
             log.share(args, run.config.dedicated)
             log.write(iteration)
+            if run.config.metrics is not None and args.rank == args.world_size - 1:
+                write_metrics(run.config.metrics, log.shared | _logged(arguments))
             if not log.lines:
                 memory = "of resident memory" if cpu.without_cuda() else "allocated and reserved"
                 logger.info(_LEGEND, memory)
@@ -296,6 +300,19 @@ def measured_log(theirs: Callable[..., Any], run: Logging) -> Callable[..., Any]
         return theirs(*given, **named)
 
     return training_log
+
+
+def _logged(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Returns what Megatron-LM logs of an iteration itself, of what it has.
+
+    Args:
+        arguments: arguments of its `training_log`.
+    """
+    named = {"iteration": "iteration", "learning_rate": "learning rate", "grad_norm": GRADIENTS}
+    found = {name: arguments.get(given) for given, name in named.items()}
+    # Losses are on the last pipeline stage.
+    found |= arguments["loss_dict"]
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def short_lines(theirs: Callable[[str], None], run: Logging) -> Callable[[str], None]:

@@ -21,6 +21,7 @@ from megatron_patches.loop.checkpoint_folder import TRACKER
 from megatron_patches.loop.preflight import (
     check_boards,
     check_checkpoint,
+    check_metrics,
     check_read,
     check_save_is_shared,
     check_trace,
@@ -49,6 +50,7 @@ def try_all_that_is_written(args: Namespace) -> None:
     lock_save_of(args)
     check_boards(args)
     check_trace(DistcaConfig.from_args(args))
+    check_metrics(DistcaConfig.from_args(args))
 
 
 def test_a_checkpoint_needs_its_room_from_the_start(tmp_path, monkeypatch) -> None:
@@ -195,17 +197,19 @@ def test_a_missing_checkpoint_names_those_that_are_there(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--save", "--tensorboard-dir", "--wandb-save-dir", "--distca-trace"]
+    "flag",
+    ["--save", "--tensorboard-dir", "--wandb-save-dir", "--distca-trace", "--distca-metrics"],
 )
 @pytest.mark.parametrize("place", ["below a file", "without permission", "a file or folder"])
 def test_places_that_cannot_be_written_to_are_named(flag, place, tmp_path, monkeypatch) -> None:
     """Root is not stopped by permissions, but where the kernel makes the files."""
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: object())
     (tmp_path / "file").touch()
+    is_file = flag in ("--distca-trace", "--distca-metrics")
     path = {
         "below a file": tmp_path / "file" / "below",
-        "without permission": Path("/proc/self/x" if flag == "--distca-trace" else "/proc/self"),
-        "a file or folder": tmp_path if flag == "--distca-trace" else tmp_path / "file",
+        "without permission": Path("/proc/self/x" if is_file else "/proc/self"),
+        "a file or folder": tmp_path if is_file else tmp_path / "file",
     }[place]
     args = parse("--distca", "--wandb-project", "w", flag, str(path))
     args.rank = 0
