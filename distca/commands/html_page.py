@@ -28,6 +28,7 @@ caption { text-align: left; padding-bottom: .5rem; }
 th, td { padding: .25rem .75rem; text-align: right; vertical-align: top; }
 th { font-weight: 600; }
 th[scope=row], td.text, th.text { text-align: left; }
+th[scope=row] { white-space: nowrap; }
 tbody tr:nth-child(odd) { background: #8881; }
 tr.best th, tr.best td { font-weight: 700; }
 .bar { background: #0072b2; height: .35rem; margin-left: auto; }
@@ -65,7 +66,8 @@ class Cell:
     def __str__(self) -> str:
         bar = ""
         if self.share is not None:
-            bar = f'<div class="bar" style="width:{100 * min(self.share, 1.0):.1f}%"></div>'
+            # Not a share of the column: bars of several columns are compared.
+            bar = f'<div class="bar" style="width:{7 * min(self.share, 1.0):.2f}rem"></div>'
         return f"<td{' class=text' * self.is_text}>{html.escape(self.text)}{bar}</td>"
 
 
@@ -144,7 +146,11 @@ def stacked_bars(
 
 def legend_cell(title: str, at: int) -> str:
     """Returns a swatch of the colour of a part, with its title."""
-    colour = COLOURS[at % len(COLOURS)]
+    return swatch(title, COLOURS[at % len(COLOURS)])
+
+
+def swatch(title: str, colour: str) -> str:
+    """Returns a swatch of a colour, with what it stands for."""
     return f'<span class="swatch" style="background:{colour}"></span>{html.escape(title)}'
 
 

@@ -6,7 +6,7 @@ import html
 
 import numpy as np
 
-from distca.commands.html_page import Cell, drawing, heat_map, table
+from distca.commands.html_page import Cell, drawing, heat_map, swatch, table
 from distca.commands.plan_plot import busiest_servers, shapes_of_tasks
 from distca.cost.volume import plan_bytes
 from distca.palette import GREY, HIGHLIGHTS
@@ -125,8 +125,11 @@ def documents_of(plan: Plan) -> tuple[str, str]:
         "Each triangle is a document's causal attention (queries down, keys right). In colour: "
         f"{', '.join(f'server {server}' for server in highlighted)}."
     )
-    drawn = f"<p>{html.escape(name)}</p>" + drawing(name, 1000, 1000, shapes)
-    return drawn, _longest_documents(plan, longest[:_MOST_DOCUMENTS])
+    key = " &nbsp; ".join(swatch(f"server {each}", colours[each]) for each in colours)
+    drawn = f"<p>{html.escape(name)}</p><p aria-hidden=true>{key}</p>"
+    return drawn + drawing(name, 1000, 1000, shapes), _longest_documents(
+        plan, longest[:_MOST_DOCUMENTS]
+    )
 
 
 def _longest_documents(plan: Plan, shown: Int64s) -> str:
