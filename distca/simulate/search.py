@@ -428,12 +428,11 @@ class _Search:
         first, count = self._first, self._compared_batches
         for variants, worth_it in self.effort.sweeps:
             tried = variants(best, self.workload)
-            if self._stand_ins.have_few_parts([best, *tried]):
-                best = self._stand_ins.of_few_parts([best, *tried], worth_it)
+            if chosen := self._stand_ins.best([best, *tried], worth_it):
+                best = chosen
                 continue
-            if self._stand_ins.have_many_ticks([best, *tried]):
-                best = self._stand_ins.of_ticks([best, *tried], worth_it)
-                continue
+            if best not in self.trials:  # A part chose it.
+                self._run([best], first)
             most = max(worth_it, _NEAR) * self._seconds(best, first)
             tried = [c for c in tried if c.pool_size is None or self.bound(c) <= most]
             near = self._run(tried, first)

@@ -97,9 +97,21 @@ class StandIns:
         usable = self.workload.cluster.usable_bytes
         return [c for c in some if max(b.least_memory(c) for b in self.batches) > usable]
 
-    def of_few_parts(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
-        """Returns the first of configurations that fits and takes about as little as the others by
-        a few parts: the best so far, or a variant of it."""
+    def best(self, some: Sequence[Candidate], worth_it: float) -> Candidate | None:
+        """Returns the first of configurations that fits and takes about as little as the others:
+        the best so far, or a variant of it; None: no part stands for all of them.
+
+        Args:
+            some: the best so far, and variants of it.
+            worth_it: ratio of seconds up to which they count as equally fast.
+        """
+        if self.have_few_parts(some):
+            return self._of_few_parts(some, worth_it)
+        if self.have_many_ticks(some):
+            return self._of_ticks(some, worth_it)
+        return None
+
+    def _of_few_parts(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
         too_large = self.too_large(some[1:])
         fit = [each for each in some if each not in too_large]
         self._first.prepare(few_parts, fit)
@@ -107,8 +119,7 @@ class StandIns:
         least = min(seconds.values())
         return next(each for each in fit if seconds[each] <= worth_it * least)
 
-    def of_ticks(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
-        """Returns the same of configurations with many ticks."""
+    def _of_ticks(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
         self._first.prepare(glance, some)
         left = {each: self._first.promised(each) or np.inf for each in some}
         while len(left) > 1:

@@ -256,6 +256,27 @@ def test_a_few_parts_tell_how_long_an_iteration_takes(
     assert few_parts.has_few_parts(replace(many, pool_size=None)) == (stages == 1)
 
 
+def test_what_a_few_parts_chose_is_held_against_what_runs_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next variants of a configuration that has not run may be others than parts stand for."""
+    monkeypatch.setattr(few_parts, "_LARGE", 1)
+    documents = batch(0, sequences=96)
+    bounds = [Bounds(MANY_TICKS, documents)]
+    slow = Candidate("tiles", 1, 1, 8, 1, 96)
+    fast, short = replace(slow, micro_batches=48), replace(slow, micro_batches=12)
+    assert few_parts.has_few_parts(fast)
+    assert not few_parts.has_few_parts(short)
+    sweeps = [(lambda best, _: [fast], 1.0), (lambda best, _: [short], 1.0)]
+    with Trials(MANY_TICKS, [documents]) as trials:
+        effort = Effort(1, 1, 1, 1, lambda *_: [], sweeps)
+        search = _Search(MANY_TICKS, [documents], trials.first, effort, [slow], bounds)
+        (best,) = search.next_best()
+        assert best == slow
+        seconds = {each: simulate(each, MANY_TICKS, documents).seconds for each in (fast, short)}
+        assert search.sweep(best) == min(seconds, key=lambda each: seconds[each])
+
+
 def test_ticks_stand_for_all_of_those_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the end, too: nothing runs whole."""
     monkeypatch.setattr(simulated_bounds, "_LARGE", 1)
