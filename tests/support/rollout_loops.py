@@ -212,7 +212,7 @@ def train_on_trees(
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
-        found = batch.gather_rollouts(log)
+        found = batch.gather_rollouts(log.detach())
         trained.losses.append(float(whole))
         trained.log_probabilities.append([found[n] for n in range(len(rollouts))])
         trained.rows.append(len(batch.tokens))
