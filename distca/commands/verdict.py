@@ -219,10 +219,12 @@ def _flags_of(
 def what_a_sample_is(candidate: Candidate, workload: Workload) -> str:
     """Returns a sentence on what samples are in the flags of DistCA, beside sequences."""
     if (tokens := uneven_seq_length(candidate, workload)) is not None:
+        size = candidate.data * tokens
+        alone = ", and a longer document has one alone" if size < workload.context else ""
         return (
             "A sample is --seq-length tokens of one rank here, the mean of its micro-batches: "
             f"server pools share documents out over {candidate.micro_batches:,} micro-batches of "
-            f"about {candidate.data * tokens:,} tokens, and a longer document has one alone."
+            f"about {size:,} tokens on all ranks{alone}."
         )
     held = counted(sequences_of_a_window(candidate, workload), "sequence")
     window = f"a window, one sample of each data-parallel rank ({candidate.data:,} in all), holds"

@@ -33,7 +33,9 @@ def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
             ("wide-documents", config.wide_documents),
         ):
             if value is not None:
-                raise ValueError(f"--distca-{name} is for server pools: add --distca-pool-size")
+                raise ValueError(
+                    f"--distca-{name} is for server pools: add --distca-pool-size, or remove it"
+                )
         return
     flag, scheduling = f"--distca-pool-size {size}", config.scheduling
     if args.data_parallel_size % size:
