@@ -118,9 +118,10 @@ def test_a_job_goes_on_after_a_node_failed(slurm: Cluster, tmp_path: Path) -> No
     job.wait_for_iteration(reached + 10)
     assert slurm.job(job.number)["Restarts"] == "1"
     losses = [int(number) for number, _ in ITERATION.findall(job.output)]
-    # The first line after the one that went on.
-    restarts = [b for a, b in pairwise(losses) if b <= a]
-    assert restarts == [reached + 1]
+    # Lines after the checkpoint that went on are printed twice, if there were any.
+    assert losses[0] == 1
+    assert all(b == a + 1 or b == reached + 1 for a, b in pairwise(losses))
+    assert losses[-1] >= reached + 10
     slurm.run("scancel", job.number)
     for rank in range(2):
         log = (tmp_path / "logs" / job.number / f"rank-{rank}.log").read_text()
