@@ -32,7 +32,7 @@ from distca.simulate.workload import (
 _SERVERS = 16
 """Servers whose pools are simulated, two pools at least."""
 _MANY = 4
-"""Servers of a job are many if they are so many times those whose pools are simulated."""
+"""A few pools stand for a job that has this many times as many servers."""
 _LARGE = 1024
 """Product of servers and micro-batches from which on a few of these are simulated."""
 _SAMPLED, _PLANNED = 8, 1024

@@ -65,8 +65,8 @@ class StandIns:
     def extended(self, candidate: Candidate, count: int) -> list[Trial]:
         """Returns figures of the first batches, up to one in which a configuration does not fit.
 
-        The first batch is simulated whole, unless that takes minutes. Parts say how long the others
-        take beside it, and what the time is spent on.
+        The first batch is simulated whole, unless that takes minutes. The time of each other batch
+        is that of its part, times what the first one's part is off; breakdowns are those of parts.
 
         Args:
             candidate: configuration for which a part stood.

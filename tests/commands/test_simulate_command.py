@@ -135,7 +135,7 @@ def test_json_has_what_the_table_has(
         candidate = Candidate(**row["candidate"])
         sizes = candidate.tensor * candidate.stages * candidate.data * candidate.context
         assert sizes == 8
-    # The same again is the same. Progress is told on standard error, never among the results.
+    # A second run prints the same. Progress goes to standard error.
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
     assert rows == json.loads(command.run(*given))
     lines = command.errors.splitlines()
