@@ -38,7 +38,7 @@ RANGES = (
 )
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "
-    "{batches} batches.\nIn ten of eleven such layouts it was 0.5% faster to 1.7% slower than "
+    "{batches} batches.\nIn eight of nine such layouts it was 0.1% faster to 1.7% slower than "
     "all of it."
 )
 RATES = (

@@ -325,7 +325,7 @@ class _Writes:
     Args:
         config: vLLM's configuration.
         settings: settings of the connector.
-        kept: groups of layers, each of which has blocks of its own.
+        kept: vLLM's groups of layers. Each group has its own blocks.
     """
 
     def __init__(self, config: VllmConfig, settings: Settings, kept: KVCacheConfig) -> None:

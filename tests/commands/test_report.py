@@ -1,4 +1,4 @@
-"""`distca report`: two real runs beside each other, and runs of which only logs are left."""
+"""`distca report` compares two real runs, and reads runs from their logs alone."""
 
 from __future__ import annotations
 
