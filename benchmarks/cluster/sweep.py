@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.published_lengths import papers, published
 from benchmarks.sources import digest_of_script
 from distca.cost.model_sizes import MODELS
+from distca.cost.training_memory import Recompute
 from distca.documents.lengths import (
     Capped,
     LengthDistribution,
@@ -45,7 +46,6 @@ from distca.simulate import (
     simulate,
 )
 from distca.simulate.advice import Extent, best_of
-from distca.simulate.costs import Recompute
 from distca.simulate.trials import Trial
 
 Key = TypeVar("Key")

@@ -41,6 +41,7 @@ from distca.commands.simulate_report import (
 )
 from distca.commands.verdict import Verdict, fastest
 from distca.cost.latent_rows import LATENT_ROWS
+from distca.cost.training_memory import Recompute
 from distca.documents.lengths import (
     DISTRIBUTIONS,
     check_tokens,
@@ -63,7 +64,6 @@ from distca.simulate import (
     save_trace,
     simulate,
 )
-from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import divisions
 from distca.simulate.speed_up import enough_batches

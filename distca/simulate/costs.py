@@ -5,44 +5,30 @@ of each call that don't grow with its tokens. Tensor parallelism adds four colle
 of a layer's activations in each direction (two all-gathers and two reduce-scatters, with sequence
 parallelism), one before core attention and three after.
 
-Activations are those that Megatron keeps for the backward pass with sequence parallelism,
-FlashAttention and without recomputation: of each layer the inputs of both norms, the normed inputs,
-queries, keys, values, core attention's output and LSE, the two halves of the gated MLP and their
-product, all divided by the tensor-parallel size.
-
 Routed experts are whole on their GPUs (`--expert-tensor-parallel-size 1`) and get equally many
 tokens. An all-to-all among the GPUs of `--expert-model-parallel-size` brings each token's row to
 the experts that it chose, one more brings the results back, and nothing hides either, in all
-systems; these GPUs wait for the slowest of them in every layer. Rows of experts are kept when they
-arrive and when they leave.
+systems; these GPUs wait for the slowest of them in every layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 
 from distca.cost.model_sizes import ModelSize
+from distca.cost.training_memory import GRADIENT_BYTES, MemoryCosts, Recompute
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
 from distca.simulate.charges import half_wave_seconds
 from distca.simulate.cluster import Cluster
 
-GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
-"""Bytes of a parameter's float32 gradient; of its float32 copy and Adam's two moments."""
-LOGIT_BYTES, KEPT_LOGIT_BYTES = 6, 4
-"""Bytes of a 16-bit logit and its float32 copy in the loss; those kept for the backward pass."""
 TENSOR_COLLECTIVES = {"pre": 1, "projection": 1, "mlp": 2}
-Recompute = Literal["none", "mlp", "full"]
-"""Parts of a layer that run forward again before they run backward, and keep their input alone:
-nothing; the MLP (`--recompute-granularity selective --recompute-modules mlp`), as in the public
-experiments of the DistCA paper; or the layer (`--recompute-granularity full`)."""
 
 
 @dataclass(frozen=True)
-class ModelCosts:
+class ModelCosts(MemoryCosts):
     """Costs of a model's parts.
 
     Attributes:
@@ -182,65 +168,6 @@ class ModelCosts:
             self.model.hidden_size, self.model.vocab_size / self.tensor_parallel
         )
 
-    def activation_bytes(self) -> float:
-        """Returns the bytes of a token that each GPU keeps for one layer's backward pass."""
-        model = self.model
-        hidden = model.hidden_size
-        if self.recompute == "full":
-            return hidden * self.dtype_bytes / self.tensor_parallel
-        lse = 4 * model.heads
-        # Queries, keys and values, and outputs; latents, which are inputs, too.
-        attention = model.heads * model.head_dim + self._out_width
-        attention += model.kv_heads * (model.head_dim + model.value_dim)
-        attention += sum(outputs for _, outputs, shared in model.pre_products if not shared)
-        kept = ((4 * hidden + attention) * self.dtype_bytes + lse) / self.tensor_parallel
-        return kept if self.recompute == "mlp" else kept + self._mlp_bytes
-
-    def recomputed_bytes(self) -> float:
-        """Returns the bytes of a token of what has run forward again in one layer; without that
-        none."""
-        if self.recompute == "full":
-            return replace(self, recompute="none").activation_bytes()
-        return self._mlp_bytes if self.recompute == "mlp" else 0.0
-
-    @property
-    def _mlp_bytes(self) -> float:
-        """Bytes of a token of the activations within the MLPs of a layer."""
-        model = self.model
-        rows = 2 * model.experts.chosen * model.hidden_size if model.experts else 0
-        return (3 * model.mlp_width + rows) * self.dtype_bytes / self.tensor_parallel
-
-    def logit_bytes(self) -> float:
-        """Returns the bytes of a token's logits on each GPU of the last stage."""
-        return self.model.vocab_size * LOGIT_BYTES / self.tensor_parallel
-
-    def kept_logit_bytes(self) -> float:
-        """Returns the bytes of a token's logits that are kept until the backward pass."""
-        return self.model.vocab_size * KEPT_LOGIT_BYTES / self.tensor_parallel
-
-    def state_bytes(self, stage: int, stages: int, replicas: int) -> float:
-        """Returns the bytes of a GPU's weights, gradients and part of the optimizer's state.
-
-        Args:
-            stage: number of the GPU's pipeline stage.
-            stages: number of all stages.
-            replicas: data-parallel (and context-parallel) ranks that share the optimizer's state.
-        """
-        each = self.dtype_bytes + GRADIENT_BYTES
-        dense = self.stage_parameters(stage, stages) * (each + OPTIMIZER_BYTES / replicas)
-        of_experts = OPTIMIZER_BYTES / self._expert_replicas(replicas)
-        return dense + self.stage_expert_parameters(stages) * (each + of_experts)
-
-    def stage_parameters(self, stage: int, stages: int) -> float:
-        """Parameters on one GPU of a stage, but for routed experts."""
-        parameters = self.model.layers // stages * self.model.dense_layer_parameters
-        parameters += self.model.vocabulary_parameters * ((stage == 0) + (stage == stages - 1))
-        return parameters / self.tensor_parallel
-
-    def stage_expert_parameters(self, stages: int) -> float:
-        """Parameters of routed experts on one GPU of a stage."""
-        return self.model.layers // stages * self.model.expert_parameters / self.expert_parallel
-
     def servers_with_all_experts(self, servers: int) -> int:
         """Neighbouring servers of a stage that share each layer's routed experts; 1: none do.
 
@@ -249,10 +176,6 @@ class ModelCosts:
         """
         number = min(max(self.expert_parallel // self.server_gpus, 1), servers)
         return servers if servers % number else number
-
-    def _expert_replicas(self, replicas: int) -> int:
-        """GPUs that have the same experts, of a stage of so many servers."""
-        return max(replicas * self.tensor_parallel // self.expert_parallel, 1)
 
     def _expert_bytes_per_second(self, copies: int, gpus: int) -> float:
         """Speed of the rings among GPUs with the same experts, which lie `expert_parallel` apart.
@@ -278,7 +201,7 @@ class ModelCosts:
         speed, _ = self.cluster.ring(replicas, servers, self.tensor_parallel)
         nbytes = self.stage_parameters(stage, stages) * each
         seconds = nbytes * (replicas - 1) / replicas / (speed * 1e9)
-        copies, of_experts = self._expert_replicas(replicas), self.stage_expert_parameters(stages)
+        copies, of_experts = self.expert_replicas(replicas), self.stage_expert_parameters(stages)
         rate = self._expert_bytes_per_second(copies, servers * self.tensor_parallel)
         return seconds + of_experts * each * (copies - 1) / copies / rate
 

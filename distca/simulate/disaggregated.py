@@ -10,12 +10,11 @@ ranks wait for each other but the exchanges, and the reduction of gradients at t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from distca.cost.kernel_time import CostModel
-from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
+from distca.cost.memory import FLOAT32_BYTES
 from distca.cost.volume import (
     BACKWARD_PHASES,
     FORWARD_PHASES,
@@ -23,9 +22,10 @@ from distca.cost.volume import (
     BackwardInputs,
     Messages,
 )
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats
 from distca.schedule import Pass, PlannedGlobalBatch, PlannedTick, Tick
 from distca.schedule.program import NANO_BATCHES, Ablation, LayerGroup, Program, tick_program
+from distca.schedule.training.peak_memory import StepMemory
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
@@ -144,7 +144,7 @@ class _Run:
             float(resources.clock.max()),
             tokens,
             resources.ranks * costs.server_gpus,
-            self._memory(),
+            self._step_memory().peak(self._planned, self._costs_of),
             costs.cluster.usable_bytes,
             resources.computed,
             resources.exposed,
@@ -184,17 +184,20 @@ class _Run:
         resources.labels = {}
         return tokens
 
+    def _step_memory(self) -> StepMemory:
+        return StepMemory(self._costs, self._shape, self._backward, self._ranks)
+
     def _costs_of(self, tick: PlannedTick) -> list[PlanCosts]:
         if tick.number not in self._plan_costs:
             self._plan_costs[tick.number] = [
                 PlanCosts(
                     plan,
                     self._shape,
+                    self._backward,
                     self._cost_model,
                     self._links,
                     self._costs.cluster,
                     self._ablation == "signal",
-                    self._backward,
                 )
                 for plan in tick.plans
             ]
@@ -309,18 +312,6 @@ class _Run:
             moved = plan.own_tokens // self._ranks * self._shared_heads.sent
             sent[phase] = sent.get(phase, 0) + moved
 
-    def _borrowed(self, plan: PlanCosts) -> Int64s:
-        """Returns the bytes of the keys and values that each rank borrows from earlier
-        nano-batches, `[ranks]`: pong from ping, and both from earlier micro-batches of a chain."""
-        rows = plan.plan.placement.tokens_per_rank() - plan.own_tokens
-        return rows * self._lent_row_bytes
-
-    @property
-    def _lent_row_bytes(self) -> int:
-        """Bytes of a key and a value, with their latent where it travels."""
-        shape = self._shape
-        return self._costs.shape.kv_row_bytes + (shape.kv_rank or 0) * shape.dtype_bytes
-
     def _borrowing(self, plan: PlanCosts, direction: Pass) -> Floats:
         """Returns the seconds in which ranks borrow keys, or add up their gradients, `[ranks]`.
 
@@ -331,8 +322,8 @@ class _Run:
         key = id(plan), direction
         if key in self._borrow_seconds:
             return self._borrow_seconds[key]
-        borrowed = self._borrowed(plan)
-        own = np.where(borrowed > 0, plan.own_tokens * self._lent_row_bytes, 0)
+        borrowed = plan.borrowed_bytes
+        own = np.where(borrowed > 0, plan.own_tokens * plan.lent_row_bytes, 0)
         if self._planned.schedule.chain == 1:
             moved = {"forward": 2 * own + 4 * borrowed, "backward": 4 * own + 3 * borrowed}
         else:
@@ -434,63 +425,3 @@ class _Run:
             others = float((resources.held - self._held)[:, members].max())
             exposed.append(exposed_reduction(hidden, needed, others, costs.cluster.charges))
         resources.barrier(list(self._servers), exposed)
-
-    def _kept_inputs(self, nano_costs: list[PlanCosts]) -> Floats:
-        """Returns the bytes of the received rows that servers keep of a tick's layers,
-        `[ranks]`."""
-        kept = np.zeros(self._resources.ranks)
-        for layer in range(self._layers if self._backward == "keep" else 0):
-            for plan in self._planned.masks.select(nano_costs, layer):
-                kept += plan.received_bytes
-        return kept
-
-    def _memory(self) -> Floats:
-        """Peak bytes of each rank's GPUs: `ModelCosts`, core attention's buffers and kernels."""
-        costs, schedule, resources = self._costs, self._planned.schedule, self._resources
-        per_token = self._layers * costs.activation_bytes()
-        kept_logits = costs.kept_logit_bytes()
-        new_logits = costs.logit_bytes() - kept_logits
-        kept: dict[tuple[int, int, int], Floats] = {}
-        now, most = np.zeros(resources.ranks), np.zeros(resources.ranks)
-        buffers = CoreAttentionMemory()
-        nano_batches = 1
-        for planned_tick in self._planned.ticks:
-            tick, nano_costs = planned_tick.tick, self._costs_of(planned_tick)
-            alike = self._of_one_mask(nano_costs)
-            nano_batches = len(alike)
-            tokens = self._tokens_of_a_rank(nano_costs)
-            borrowed = self._layers * np.sum([self._borrowed(each) for each in alike], axis=0)
-            for each in nano_costs:
-                buffers = buffers.union(each.memory)
-            kernels = np.zeros(resources.ranks, dtype=np.int64)
-            if tick.direction == "backward":
-                kernels = np.stack([each.kernel_memory for each in nano_costs]).max(axis=0)
-            alone = self._stage == _DEDICATED
-            most[alone] = np.maximum(most[alone], kernels[alone])
-            for stage, work in enumerate(tick.work):
-                members = self._servers[stage]
-                if work is None:
-                    most[members] = np.maximum(most[members], now[members] + kernels[members])
-                    continue
-                key = (stage, *work)
-                last = stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1
-                if tick.direction == "forward":
-                    kept[key] = (per_token + last * kept_logits) * tokens[members]
-                    kept[key] += borrowed[members] + self._kept_inputs(nano_costs)[members]
-                    now[members] += kept[key]
-                # A backward pass adds the gradients of logits, which have 16 bits, too; its kernels
-                # run when there are no logits any more.
-                more = last * new_logits * tokens[members]
-                of_kernels = kernels[members] - last * kept_logits * tokens[members]
-                if tick.direction == "backward":
-                    of_kernels = of_kernels + costs.recomputed_bytes() * tokens[members]
-                peak = now[members] + np.maximum(more, of_kernels)
-                most[members] = np.maximum(most[members], peak)
-                if tick.direction == "backward":
-                    now[members] -= kept.pop(key)
-        replicas = self._servers.shape[1] * self._ranks
-        state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
-        # Row indices of all masks are there at once.
-        buffers = replace(buffers, indices=len(self._planned.masks.masks) * buffers.indices)
-        reserved = buffers.with_headroom(HEADROOM).total(nano_batches)
-        return most + np.array([*state, 0.0])[self._stage] + reserved

@@ -8,22 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.cost.kernel_memory import kernel_memory
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
-from distca.cost.memory import CoreAttentionMemory, memory_of_rows
+from distca.cost.plan_memory import PlanMemory
 from distca.cost.profile import Profile
-from distca.cost.rows import RankRows, rank_rows
 from distca.cost.volume import (
     BACKWARD_PHASES,
     FORWARD_PHASES,
-    AttentionShape,
-    BackwardInputs,
     Messages,
-    PlanBytes,
-    plan_bytes,
 )
-from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule.base import server_loads
 from distca.schedule.program import Pass
@@ -61,49 +54,24 @@ class PassCosts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlanCosts:
+class PlanCosts(PlanMemory):
     """Costs of a plan in a layer, for each server.
 
     What is asked for is worked out once: every layer of a tick runs the same plan, and ticks of a
     pipeline that do one pass need nothing of the other.
 
     Attributes:
-        plan: plan of a nano-batch, or of a whole micro-batch.
-        shape: heads of one GPU.
+        plan, shape, backward_inputs: as for `PlanMemory`.
         cost_model: forward seconds of tasks with these heads.
         links: links between the servers.
         cluster: rates of the servers' GPUs.
         signal: every message is one byte.
-        backward_inputs: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
 
-    plan: Plan
-    shape: AttentionShape
     cost_model: CostModel
     links: Links
     cluster: Cluster
     signal: bool
-    backward_inputs: BackwardInputs
-
-    @cached_property
-    def own_tokens(self) -> Int64s:
-        return self.plan.own_tokens_per_rank()
-
-    @cached_property
-    def moved(self) -> PlanBytes:
-        """Bytes of `plan_bytes`."""
-        return plan_bytes(self.plan, self.shape, self.backward_inputs)
-
-    @cached_property
-    def rows(self) -> tuple[RankRows, RankRows]:
-        """Rows of `rank_rows`."""
-        return rank_rows(self.plan)
-
-    @cached_property
-    def received_bytes(self) -> Int64s:
-        """Bytes of the queries, keys and values that each server receives, `[servers]`."""
-        q, kv = self.rows
-        return q.received * self.shape.q_row_bytes + kv.received * self.shape.kv_row_bytes
 
     @property
     def returns(self) -> bool:
@@ -124,15 +92,6 @@ class PlanCosts:
     def of(self, direction: Pass) -> PassCosts:
         """Costs of a pass."""
         return self.forward if direction == "forward" else self.backward
-
-    @cached_property
-    def memory(self) -> CoreAttentionMemory:
-        return memory_of_rows(self.rows, self.moved, self.shape)
-
-    @cached_property
-    def kernel_memory(self) -> Int64s:
-        """Bytes that each server's kernels allocate beside `memory`, `[servers]`."""
-        return kernel_memory(self.plan, self.shape)
 
     @cached_property
     def _kernel_seconds(self) -> Floats:

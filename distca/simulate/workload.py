@@ -15,6 +15,7 @@ import numpy as np
 from distca.cost.latent_rows import LatentRows, comm_shape
 from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
+from distca.cost.training_memory import Recompute
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s, distinct
 from distca.schedule import (
@@ -31,7 +32,7 @@ from distca.schedule.training.tick_speeds import load_of_a_pair
 from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.cluster import Cluster
-from distca.simulate.costs import ModelCosts, Recompute
+from distca.simulate.costs import ModelCosts
 from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.outcome import Outcome
 

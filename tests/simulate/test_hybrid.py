@@ -10,6 +10,7 @@ import pytest
 
 from distca.cost.kernel_memory import kernel_token_bytes
 from distca.cost.model_sizes import MODELS
+from distca.cost.training_memory import Recompute
 from distca.simulate import (
     BaselineLayout,
     Charges,
@@ -20,7 +21,6 @@ from distca.simulate import (
     simulate_baseline,
 )
 from distca.simulate.charges import exposed_reduction
-from distca.simulate.costs import Recompute
 from distca.simulate.sharing import Group, Shared, ring, ring_bytes
 from distca.simulate.workload import Workload
 from support.simulated import IDEAL, MODEL, costs_on, passes

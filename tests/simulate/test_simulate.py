@@ -268,7 +268,7 @@ def test_smaller_micro_batches_leave_less_idle_and_keep_less(
     each = slow, replace(slow, recompute="full")
     copying = [simulate_ticks(parts, costs) for costs in each]
     nothing = np.zeros(4, dtype=np.int64)
-    monkeypatch.setattr("distca.simulate.disaggregated._Run._borrowed", lambda *_: nothing)
+    monkeypatch.setattr("distca.cost.plan_memory.PlanMemory.borrowed_bytes", nothing)
     free = [simulate_ticks(parts, costs) for costs in each]
     rows = {"forward": 0, "backward": 0}
     for tick, plans, _ in parts.ticks:

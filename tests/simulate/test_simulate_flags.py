@@ -15,6 +15,7 @@ import pytest
 
 from distca.commands.verdict import format_flags, what_a_sample_is
 from distca.cost.model_sizes import MODELS, ModelSize
+from distca.cost.training_memory import Recompute
 from distca.simulate import (
     CLUSTERS,
     DISTCA_SYSTEMS,
@@ -25,7 +26,6 @@ from distca.simulate import (
     training_flags,
 )
 from distca.simulate.baselines import MEGATRON
-from distca.simulate.costs import Recompute
 from distca.simulate.flags import megatron_flags
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.variants import (

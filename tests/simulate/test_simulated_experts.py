@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distca.cost.model_sizes import MODELS, Experts, ModelSize
+from distca.cost.training_memory import GRADIENT_BYTES, OPTIMIZER_BYTES
 from distca.simulate import CLUSTERS, Candidate, ModelCosts, Workload, divisions, simulate
-from distca.simulate.costs import GRADIENT_BYTES, OPTIMIZER_BYTES
 from distca.simulate.flags import training_flags
 from distca.simulate.outcome import Outcome
 from distca.simulate.serving.costs import InferenceCosts
