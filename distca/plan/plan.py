@@ -57,7 +57,7 @@ class Plan:
             `[documents]`; -1: none. None: no document has any. A document's *path* is its parent's
             path, up to where it branches off, and then its own tokens; positions and lengths are
             those of paths, and the placement has own tokens alone. Documents with one parent share
-            its tokens.
+            its tokens. A cached prefix of a document without parent is its own.
         query_shift: how far behind its keys each document's queries stand, int64 `[documents]`:
             the number of own tokens where each of these sees all of them, as in an image or an
             encoder, otherwise 0. A token is then at one position as a key, and at another one as a
@@ -105,10 +105,15 @@ class Plan:
     @property
     def own_lengths(self) -> Int64s:
         """Tokens of each document that are not its parent's, `[documents]`."""
+        return self.lengths - self.inherited_lengths
+
+    @cached_property
+    def inherited_lengths(self) -> Int64s:
+        """Tokens of each document that are its parent's, `[documents]`."""
         if self.parents is None:
-            return self.lengths
+            return np.zeros_like(self.lengths)
         assert self.cached_prefix is not None
-        return self.lengths - self.cached_prefix
+        return np.where(self.parents < 0, 0, self.cached_prefix)
 
     @cached_property
     def key_ranges(self) -> KeyRanges:
@@ -118,18 +123,17 @@ class Plan:
         if self.parents is None:
             offset = self.document_offsets[t.document]
             return KeyRanges(numbers, t.document, offset + t.kv_start, offset + t.kv_end)
-        assert self.cached_prefix is not None
         document, first, end = t.document, t.kv_start, t.kv_end
         found: list[tuple[Int64s, ...]] = []
         # From each document to its parent, until no task has keys before.
         while not found or len(numbers):
-            start = np.maximum(first, self.cached_prefix[document])
+            start = np.maximum(first, self.inherited_lengths[document])
             offset, there = self.document_offsets[document], end > start
             ranges = numbers, document, offset + start, offset + end
             found.append(tuple(column[there] for column in ranges))
             goes_on = first < start
             numbers, first = numbers[goes_on], first[goes_on]
-            end = np.minimum(end, self.cached_prefix[document])[goes_on]
+            end = np.minimum(end, self.inherited_lengths[document])[goes_on]
             document = self.parents[document[goes_on]]
         columns = [np.concatenate(each[::-1]) for each in zip(*found, strict=True)]
         order = order_by(columns[0])

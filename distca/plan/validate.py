@@ -57,9 +57,9 @@ def _check_parents(plan: Plan) -> None:
     numbers = np.arange(len(parents))
     # So that nobody is an ancestor of its own.
     _refuse((parents < -1) | (parents >= numbers), "a parent is no earlier document", parents)
-    # It branches off behind an own token of the parent.
-    least = np.where(parents < 0, 0, prefix[parents] + 1)
-    most = np.where(parents < 0, 0, plan.lengths[parents])
+    # It branches off behind an own token of the parent. Others may have a cached prefix.
+    least = np.where(parents < 0, 0, plan.inherited_lengths[parents] + 1)
+    most = np.where(parents < 0, plan.lengths, plan.lengths[parents])
     outside = (prefix < least) | (prefix > most)
     _refuse(outside, "a prefix does not end among the parent's own tokens", prefix, least, most)
 
@@ -92,7 +92,7 @@ def _check_placement(plan: Plan) -> None:
         "placed on no rank",
         *columns,
     )
-    first = 0 if plan.parents is None else (plan.lengths - plan.own_lengths)[placement.document]
+    first = plan.inherited_lengths[placement.document]
     _refuse(
         (placement.start < first)
         | (placement.start >= placement.end)

@@ -189,7 +189,8 @@ def shared_prefixes(lengths: Int64s, parents: Int64s, prefix: Int64s | None = No
         lengths: tokens of each document with those of its parent, int64 `[documents]`.
         parents: an earlier document, whose first tokens are those of each document, or -1, int64
             `[documents]`.
-        prefix: tokens that are the parent's, likewise; None: all that the parent has.
+        prefix: tokens that are the parent's, likewise; None: all that the parent has. Of a document
+            without parent, first tokens that have no queries.
 
     Raises:
         ValueError: a parent is no earlier document, a document has no tokens of its own, or it
@@ -203,8 +204,9 @@ def shared_prefixes(lengths: Int64s, parents: Int64s, prefix: Int64s | None = No
         )
     if prefix is None:
         prefix = np.where(parents < 0, 0, lengths[parents])
-    most = np.where(parents < 0, 0, lengths[parents])
-    least = np.where(parents < 0, 0, prefix[parents] + 1)
+    most = np.where(parents < 0, lengths, lengths[parents])
+    inherited = np.where(parents < 0, 0, prefix)
+    least = np.where(parents < 0, 0, inherited[parents] + 1)
     wrong = np.flatnonzero(lengths <= prefix)
     if len(wrong):
         raise ValueError(

@@ -355,7 +355,8 @@ def _plans(
                 for other, mask in enumerate(masks):
                     found.setdefault((other, half), []).append(_nothing(size, mask))
                 continue
-            lengths, *family = _family(of_half)
+            lengths, parents, prefix = _family(of_half)
+            family = parents, prefix
             capacities = even_capacities(sum(group.tokens for group in of_half), size)
             first = scheduler.plan(lengths, capacities, masks[0], *family)
             found.setdefault((0, half), []).append(first)

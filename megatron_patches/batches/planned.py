@@ -26,6 +26,7 @@ from distca.schedule import (
 )
 from distca.schedule.base import document_loads
 from distca.schedule.program import NANO_BATCHES
+from distca.schedule.training.tree_halves import borrowed_rows
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.micro_batch import (
     MicroBatch,
@@ -159,7 +160,8 @@ class PlannedReader:
         in_stream, in_document, lengths = [], [], []
         of_pool, rank = planned.of_pool(self._server)
         for documents, nano in zip(of_pool.documents, of_pool.plans, strict=True):
-            mine = nano.plan.placement.of_rank(rank)
+            plan = nano.plan
+            mine = plan.placement.select(plan.own_pieces).of_rank(rank)
             starts, sizes, pieces = self._own_part(mine.start, mine.end - mine.start)
             lengths.append(sizes)
             document_of = np.repeat(mine.document[pieces], sizes)
@@ -255,8 +257,12 @@ class PlannedReader:
             lengths: lengths of this rank's pieces of ping, and of pong.
             chain_parts: what each of them borrows and lends in its chain.
         """
-        borrowed = None
-        if planned.plans[1].borrows_from_ping:
+        borrowed, from_ping = None, planned.plans[1].from_ping
+        if from_ping is not None:
+            ping_plan = planned.plans[0].plan
+            rank = self._server % ping_plan.world_size
+            borrowed = torch.from_numpy(borrowed_rows(ping_plan, from_ping, rank))
+        elif planned.plans[1].borrows_from_ping:
             # The crossing document is the last one of ping.
             borrowed = self._rows_of(planned.plans[0].plan, len(planned.documents[0].lengths) - 1)
         ping, pong = (

@@ -45,10 +45,6 @@ def _validate_shared_prefixes(config: DistcaConfig, args: Namespace) -> None:
     flag, scheduling = "--distca-share-prefixes", config.scheduling
     if not config.enabled:
         raise ValueError(f"{flag} needs --distca, whose plans know what conversations share")
-    if config.ping_pong:
-        raise ValueError(
-            f"{flag} does not cut trees in two nano-batches: add --no-distca-ping-pong"
-        )
     for other, given in (
         (f"--distca-scheduler {scheduling.scheduler}", scheduling.scheduler != "tiles"),
         ("--distca-placement sequential", not scheduling.free_placement),

@@ -287,8 +287,7 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--distca-share-prefixes",
         action="store_true",
         help="With --sft: compute the tokens that conversations share at their beginnings once. "
-        "The loss is that of the conversations one by one. Needs --distca and "
-        "--no-distca-ping-pong.",
+        "The loss is that of the conversations one by one. Needs --distca.",
     )
     group.add_argument(
         "--distca-documents",

@@ -14,13 +14,17 @@ from support.whole_runs import whole_run
 FLAGS = """
     --sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default
     --make-vocab-size-divisible-by 262 --train-iters 3 --eval-iters 0 --split 1,0,0
+    --optimizer sgd --sgd-momentum 0 --lr 0.05
 """.split()
 # A window has room for each conversation once, and not for another one, so that each micro-batch
 # has all of them, whatever their order.
 PLAIN = "--seq-length 3072 --attention-backend unfused --global-batch-size 2"
-SHARED = "--distca --no-distca-ping-pong --distca-share-prefixes"
+SHARED = "--distca --distca-share-prefixes"
 DP1 = f"{SHARED} --seq-length 1792 --global-batch-size 2"
 DP2 = f"{SHARED} --seq-length 896 --global-batch-size 4"
+# Prompts are longer than the 256 tokens of a rank in a nano-batch.
+DP4 = f"{SHARED} --seq-length 512 --global-batch-size 8"
+WHOLE = "--no-distca-ping-pong"
 EXPERTS = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-layer-freq [1]*2
     --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
@@ -31,14 +35,18 @@ LATENTS = """
     --qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm
 """
 PIPELINE = "--pipeline-model-parallel-size 2"
+CHUNKS = f"--num-layers 4 {PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 # Flags of the model, ranks of plain Megatron that begin with the same weights, and ranks and flags
 # of a run that shares.
 RUNS = {
-    "DP2": ("", 1, 2, DP2),
-    "experts with a window, inputs kept": (EXPERTS, 1, 2, f"{DP2} --distca-backward keep"),
-    "latents, PP2": (f"{LATENTS} {PIPELINE}", 2, 2, DP1),
-    "TP2-SP-DP2": (TENSOR, 2, 4, DP2),
+    "DP2": ("", 1, 2, f"{DP2} {WHOLE}"),
+    "experts with a window, inputs kept": (EXPERTS, 1, 2, f"{DP2} --distca-backward keep {WHOLE}"),
+    "latents, PP2": (f"{LATENTS} {PIPELINE}", 2, 2, f"{DP1} {WHOLE}"),
+    "TP2-SP-DP2": (TENSOR, 2, 4, f"{DP2} {WHOLE}"),
+    "ping-pong, a window, DP4": ("--window-size 100,0", 1, 4, DP4),
+    "ping-pong, TP2-SP-DP2": (TENSOR, 2, 4, DP2),
+    "ping-pong, virtual stages": (CHUNKS, 2, 2, DP1),
 }
 PROMPTS = (150, 200)
 """Characters of the prompts' texts: other tokens come with a message's role."""
@@ -54,7 +62,7 @@ def conversations() -> list[dict[str, Any]]:
         first = [*asked, message("assistant", "so " * 40), message("user", "why? " * 10)]
         for answer in ("since " * 20, "never " * 3) if number == 0 else ():
             lines.append({"messages": [*first, message("assistant", answer)]})
-    alone = [message("user", "alone " * 40), message("assistant", "quite " * 20)]
+    alone = [message("user", "alone " * 45), message("assistant", "quite " * 20)]
     return [*lines, {"messages": alone}]
 
 

@@ -226,10 +226,8 @@ class _Mover:
 
     def _hold(self, document: int, server: int, start: int, end: int) -> None:
         """Notes that a server has keys of a document."""
-        # Without parents the tokens of a prefix are the document's own.
-        prefix = None if self._plan.parents is None else self._plan.cached_prefix
         for each in self._path(document):
-            first = 0 if prefix is None else int(prefix[each])
+            first = int(self._plan.inherited_lengths[each])
             if max(start, first) < end:
                 held = self._holders_of_own(each)
                 held[server] = _joined(held.get(server, []), max(start, first), end)

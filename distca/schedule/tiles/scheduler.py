@@ -107,7 +107,8 @@ class _Family:
         lengths: tokens of each, with those of its parent, int64 `[documents]`.
         mask: attention mask of all.
         parents: see `Plan.parents`.
-        prefix: tokens of each that are its parent's, int64 `[documents]`; None: there are none.
+        prefix: first tokens of each that have no queries, most often its parent's, int64
+            `[documents]`; None: there are none.
         query_shift: see `Plan.query_shift`.
     """
 
@@ -119,7 +120,7 @@ class _Family:
 
     @property
     def own_lengths(self) -> Int64s:
-        """Tokens of each that are not its parent's."""
+        """Tokens of each that have queries."""
         return self.lengths if self.prefix is None else self.lengths - self.prefix
 
     @cached_property
@@ -144,17 +145,19 @@ class TilesScheduler:
         parents: Int64s | None = None,
         prefix: Int64s | None = None,
         query_shift: Int64s | None = None,
+        cached: Placement | None = None,
     ) -> Plan:
         """Makes a plan as `Scheduler.plan` says.
 
         Args:
             lengths: tokens of each document, with those of its parent, int64 `[documents]`.
-            capacities: tokens that each rank owns, int64 `[ranks]`.
+            capacities: tokens with queries that each rank owns, int64 `[ranks]`.
             mask: attention mask of all documents; it counts a parent's tokens, too.
             parents: see `Plan.parents`; None: no document has any.
             prefix: tokens of each document that are its parent's, int64 `[documents]`; None: all
                 that the parent has.
             query_shift: see `Plan.query_shift`.
+            cached: placement of the prefixes of documents without parent; None: they have none.
 
         Raises:
             BufferBoundError: no plan keeps to `max_buffer_bytes`.
@@ -190,7 +193,10 @@ class TilesScheduler:
             numbers = _CHUNKS + _MORE_CHUNKS * few
             placements = [line.of_nodes(each) for each in placements]
             placements += [line.chunks(capacities, speeds, mask, each) for each in numbers]
-        found = [self._candidate(family, each) for each in _different(placements)]
+        placements = _different(placements)
+        if cached is not None:
+            placements = [Placement.concatenate([each, cached]) for each in placements]
+        found = [self._candidate(family, each) for each in placements]
         bound = config.max_buffer_bytes
         too_much = bound is not None and all(c.most_received > bound for c in found)
         if line is None and (too_much or few):
@@ -241,8 +247,11 @@ class TilesScheduler:
     def _candidate(self, family: _Family, placement: Placement) -> _Candidate:
         """Makes a plan with a placement."""
         config, prefix, shift = self._config, family.prefix, family.query_shift
+        queries = placement
+        if prefix is not None:
+            queries = placement.select(placement.start >= prefix[placement.document])
         tasks = initial_tasks(
-            family.lengths, placement, family.mask, config.shape, config.block, prefix, shift
+            family.lengths, queries, family.mask, config.shape, config.block, prefix, shift
         )
         plan = Plan(
             family.lengths,

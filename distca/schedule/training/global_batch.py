@@ -13,6 +13,7 @@ are a pure function of the documents and the options, the same on every rank:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -36,6 +37,7 @@ from distca.schedule.training.server_pools import ServerPools
 from distca.schedule.training.shared_ticks import TickPlanner
 from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
 from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair
+from distca.schedule.training.tree_halves import plan_tree_halves
 from distca.schedule.training.trees import DocumentTrees, plan_trees
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
@@ -283,12 +285,7 @@ class GlobalBatchPlanner:
         """
         options, lengths, count = self.options, documents.lengths, documents.micro_batches
         if documents.trees is not None:
-            plans = plan_trees(documents.trees, self._tree_scheduler, self.masks, self.ranks)
-            for plan in plans if self.checks else ():
-                validate_plan(plan)
-            whole_batch, *others = ((NanoPlan(plan),) for plan in plans)
-            members = range(first, first + 1)
-            return [PlannedMicroBatch((documents.paths(),), whole_batch, members, (*others,))]
+            return [self._plan_trees(documents, documents.trees, range(first, first + 1))]
         whole = count == 1 and not options.ping_pong
         micro_batches = plan_chain(
             cut_chain(lengths, self._part_loads, count, not options.free_placement),
@@ -317,6 +314,20 @@ class GlobalBatchPlanner:
             )
             for nano_batches, plans in micro_batches
         ]
+
+    def _plan_trees(
+        self, documents: Documents, trees: DocumentTrees, members: range
+    ) -> PlannedMicroBatch:
+        """Plans a micro-batch of trees."""
+        common = self._tree_scheduler, self.masks, self.ranks
+        if self.options.ping_pong:
+            halves, plans = plan_tree_halves(documents, self._loads_of_trees(trees), *common)
+        else:
+            halves = (documents.paths(),)
+            plans = [(NanoPlan(plan),) for plan in plan_trees(trees, *common)]
+        for nano in itertools.chain.from_iterable(plans) if self.checks else ():
+            validate_plan(nano.plan)
+        return PlannedMicroBatch(halves, plans[0], members, tuple(plans[1:]))
 
     def _part_loads(self, start: Int64s, end: Int64s) -> np.ndarray:
         """Returns the loads of parts of documents, whose queries see all tokens before them."""
@@ -436,7 +447,6 @@ class GlobalBatchPlanner:
         for name, found in (
             (f"the scheduler {options.scheduler}", options.scheduler != "tiles"),
             ("a given placement", not options.free_placement),
-            ("nano-batches", options.ping_pong),
             ("chains of micro-batches", options.chain > 1),
             ("server pools", options.pool_size is not None),
             ("a bound of buffers", self.config.max_buffer_bytes is not None),

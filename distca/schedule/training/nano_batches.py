@@ -115,6 +115,8 @@ class NanoPlan:
             documents: their micro-batches in the chain and their numbers, in the order in which
             `SplitDocument.earlier` has their tokens. Ping's follow.
         borrows_from_ping: whether pong continues ping's last document.
+        from_ping: of trees, who owns ping's tokens that pong has as a cached prefix: pieces of
+            ping's plan; None: there are none.
         lends: number of the document with which a later micro-batch goes on; None: there is none.
     """
 
@@ -122,6 +124,7 @@ class NanoPlan:
     split_documents: tuple[SplitDocument, ...] = ()
     borrows: tuple[tuple[int, int], ...] = ()
     borrows_from_ping: bool = False
+    from_ping: Placement | None = None
     lends: int | None = None
 
     @property
@@ -282,4 +285,4 @@ def _nano_plan(
                 own.document, own.start + start, own.end + start, own.rank, own.world_size
             )
             parts.setdefault(document, []).append(_Part(micro, number, shifted))
-    return NanoPlan(plan, tuple(split_documents), borrows, borrows_from_ping, lent)
+    return NanoPlan(plan, tuple(split_documents), borrows, borrows_from_ping, lends=lent)

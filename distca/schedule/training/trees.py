@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.plan import LayerMasks, Plan
+from distca.plan import LayerMasks, Placement, Plan
 from distca.plan.paths import Paths, path_lengths
 from distca.plan.span import Int64s, expand_ranges
 from distca.schedule.tiles.scheduler import TilesScheduler
@@ -99,7 +99,11 @@ class DocumentTrees:
 
 
 def plan_trees(
-    trees: DocumentTrees, scheduler: TilesScheduler, masks: LayerMasks, ranks: int
+    trees: DocumentTrees,
+    scheduler: TilesScheduler,
+    masks: LayerMasks,
+    ranks: int,
+    cached: Placement | None = None,
 ) -> list[Plan]:
     """Plans a micro-batch whose documents share tokens, with each mask and one placement.
 
@@ -107,13 +111,18 @@ def plan_trees(
         trees: nodes of the documents; the plans have the documents `trees.paths`.
         scheduler: scheduler over the ranks of a stage.
         masks: masks of the layers.
-        ranks: ranks of a stage, which divide the tokens.
+        ranks: ranks of a stage, which divide the tokens with queries.
+        cached: placement of the first tokens of the first tree's first path, of which there are
+            keys alone; None: there are none.
     """
-    own = int(trees.own_lengths.sum()) // ranks
-    capacities = np.full(ranks, own, dtype=np.int64)
-    paths = trees.paths
-    lengths, family = paths.lengths, paths.family
+    paths, own = trees.paths, int(trees.own_lengths.sum())
+    lengths, prefix = paths.lengths, paths.prefix.copy()
+    if cached is not None:
+        prefix[0] = int((cached.end - cached.start).sum())
+        own -= int(prefix[0])
+    family = paths.parents, prefix, paths.query_shift
+    capacities = np.full(ranks, own // ranks, dtype=np.int64)
     first, *others = masks.masks
-    plan = scheduler.plan(lengths, capacities, first, *family)
+    plan = scheduler.plan(lengths, capacities, first, *family, cached)
     rest = (scheduler.schedule(lengths, plan.placement, mask, *family) for mask in others)
     return [plan, *rest]

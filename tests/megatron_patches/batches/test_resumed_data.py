@@ -171,7 +171,7 @@ def test_sharing_or_no_longer_sharing_is_told(caplog) -> None:
     resumed(SAVED | shared, "--seq-length", "256")
     (message,) = caplog.messages
     assert "the checkpoint's run was with --distca-share-prefixes" in message
-    flags = ["--sft", "--distca", "--distca-share-prefixes", "--no-distca-ping-pong"]
+    flags = ["--sft", "--distca", "--distca-share-prefixes"]
     flags += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "folder"]
     caplog.clear()
     resumed(SAVED | shared | {"sft": True}, "--seq-length", "256", *flags)
