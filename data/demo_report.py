@@ -249,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
         found = compare(distca, plain)
         if found is None:
             sys.stdout.write(
-                "no report: the runs have fewer than two log lines in common, of which the first "
-                "is their warming up; give more --train-iters, or a smaller --log-interval\n"
+                "no report: the runs have fewer than two log lines in common, and the first "
+                "is left out as warm-up; give more --train-iters, or a smaller --log-interval\n"
             )
             return 0
         plan, before = first_window(args.flags, args.processes)

@@ -445,7 +445,7 @@ def appendix(runner: Runner, options: Options) -> Report:
         "",
         *table(rows),
         "",
-        "All rows are of one GPU; tensor parallelism divides operations and bytes alike. The "
+        "All rows are of one GPU; tensor parallelism divides both operations and bytes. The "
         "simulator also counts the collectives of tensor parallelism, which give communication "
         "more to hide behind, and the busiest rank, which gives it less.",
     ]

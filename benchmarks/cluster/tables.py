@@ -425,17 +425,18 @@ RULE = (
     "range, in which the ratio over many such batches lies in 19 of 20 cases."
 )
 EXPLANATION = [
-    "Charged alike (`distca/simulate/charges.py`), but for `--baseline-ideal`: links and copies "
-    "reach a share of their speed, exchanges slow down compute, matrix products end in half a "
-    "wave, the reduction of gradients and exchanges share ports, and context parallelism copies "
-    "and keeps what Transformer Engine does.",
+    "All systems have the same charges (`distca/simulate/charges.py`), except with "
+    "`--baseline-ideal`: links and copies reach a share of their speed, exchanges slow down "
+    "compute, matrix products end in half a wave, the reduction of gradients and exchanges share "
+    "ports, and context parallelism copies and keeps what Transformer Engine does.",
     "",
-    "*Idle* is the part of the time in which compute is not busy, *exposed* what of it ranks wait "
-    "for exchanges, and for each other in them. *Perfect balance* is what a system would gain over "
-    "WLB-LLM that is never idle and does the same work: at the same sizes no simulated gain can be "
-    "much above it. This WLB-LLM packs with the times that it is then judged by, forward and "
-    "backward, into bins that may be a 16th of a sequence and as large as memory allows, runs them "
-    "in the best order. A dash: one of both is out of memory in every configuration.",
+    "*Idle* is the share of time in which compute is not busy. *Exposed* is the part of it in "
+    "which ranks wait for exchanges, including late peers. *Perfect balance* is the gain over "
+    "WLB-LLM of a system that is never idle and does the same work: at the same sizes no simulated "
+    "gain can be much above it. This WLB-LLM packs with the times that it is then judged by, "
+    "forward and backward, into bins that may be a 16th of a sequence and as large as memory "
+    "allows. It runs them in the best order. A dash: one of both is out of memory in every "
+    "configuration.",
     "",
     "A system is out of memory where one batch of all does not fit. DistCA's buffers are as large "
     "as the busiest server of any plan needs. Where no configuration fits so, a tolerance of 0.2 "

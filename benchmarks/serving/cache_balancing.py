@@ -249,9 +249,9 @@ def simulated_section() -> Iterator[str]:
     yield from (
         "## Simulated",
         "",
-        "llama-8b on 4 and then 8 GPUs of dgx-h100, each in a node of its own, with links of so "
-        "many GB/s. Busy: the part of the second chunk that ranks wait for attention's own rows, "
-        "where rows are free.",
+        "llama-8b on 4 and then 8 GPUs of dgx-h100, each in a node of its own, with links "
+        "of the given GB/s. Busy: the part of the second chunk that ranks wait for attention's own "
+        "rows, where rows are free.",
         "",
         "| tokens | GB/s | rows that move | moved | exposed | busy |",
         f"|{' --- |' * 6}",

@@ -333,7 +333,7 @@ def selectors_text() -> list[str]:
     return [
         "## What the rules cost beside the simulated choice",
         "",
-        f"{len(grid)} prefills each, of 8,000 to 512,000 tokens of which 0.1% to all are new, with "
+        f"{len(grid)} prefills each, of 8,000 to 512,000 tokens, 0.1% to all of them new, with "
         "cached tokens on all nodes evenly or on one of them. The simulated choice "
         "(`--selector simulated`) takes the least predicted time, so it is what the others are "
         "held against: *agree* counts equal choices, *longer* is the core attention's time over "

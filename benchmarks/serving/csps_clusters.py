@@ -156,7 +156,7 @@ def page(rows: Sequence[Simulated]) -> str:
         "Rates of NVIDIA's DGX A100, with 6.25 GB/s between nodes for each GPU, as of a server",
         "with 400 Gbit/s. Seconds to the first token of a prompt that runs alone:",
         "",
-        f"* *chunks*: {CHUNK} tokens one after the other on 8 GPUs, {TENSOR} of which share the",
+        f"* *chunks*: {CHUNK} tokens one after the other on 8 GPUs; {TENSOR} GPUs share the",
         f"  layers of each of {STAGES} pipeline stages, as in the paper's baseline, but without",
         "  decodes between, in a pipeline that is always full;",
         "* *ring*: context parallelism with whole weights, in zigzag, all keys on a ring;",

@@ -188,8 +188,8 @@ def check_block_size(block_size: int, head_dim: int) -> None:
     if block_size % chosen.block:
         other = f", or another kernel: {faster.install}" if faster else ""
         raise ValueError(
-            f"--block-size {block_size}: {chosen} reads blocks of multiples of {chosen.block} "
-            f"tokens alone: give one{other}"
+            f"--block-size {block_size}: {chosen} needs a multiple of {chosen.block} tokens: "
+            f"give one{other}"
         )
 
 
@@ -215,7 +215,7 @@ def load_gpu_kernel(head_dim: int, softcaps: bool = False, sm_margin: int = 0) -
     if sm_margin:
         if not isinstance(kernel, flash.FlashAttn3Kernel):
             raise ValueError(
-                f"{chosen} leaves no multiprocessors free, as FlashAttention 3 alone can: remove "
+                f"{chosen} leaves no multiprocessors free; only FlashAttention 3 can: remove "
                 "--distca-sm-margin"
             )
         kernel = flash.FlashAttn3Kernel(sm_margin)

@@ -231,7 +231,7 @@ def model_of(args: argparse.Namespace) -> ModelSize:
     ):
         if there:
             raise ValueError(
-                f"{args.model} has layers with {what}, of which training alone is simulated"
+                f"{args.model} has layers with {what}: only their training is simulated"
             )
     return model
 

@@ -64,13 +64,13 @@ def ranks_for_prompts(args: argparse.Namespace, model: ServedModel, lengths: Seq
 
     if args.kv_cache_memory_bytes is None or not lengths:
         raise ValueError(
-            f"--context-parallel-size {AUTO} goes by the room that prompts need: give "
-            "--kv-cache-memory-bytes, and --prompt or --prompt-ids"
+            f"--context-parallel-size {AUTO} needs to know the memory of a rank and the prompts: "
+            "give --kv-cache-memory-bytes, and --prompt or --prompt-ids"
         )
     if args.prefill_strategy == RUNAHEAD:
         raise ValueError(
-            f"--context-parallel-size {AUTO} needs even parts, which {RUNAHEAD} has not: give a "
-            "number"
+            f"--context-parallel-size {AUTO} does not support {RUNAHEAD}, whose parts are unequal: "
+            "give a number"
         )
     most = max(_processes() // args.tensor_parallel_size, 1)
     longest, size, nbytes = max(lengths), args.block_size, args.kv_cache_memory_bytes

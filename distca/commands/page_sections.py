@@ -81,22 +81,33 @@ def servers(plan: Plan, config: ScheduleConfig) -> str:
 
 
 def bytes_between(plan: Plan, config: ScheduleConfig) -> str:
-    """Returns a heat map of the bytes that each server sends to each other."""
+    """Returns a heat map of the bytes of a plan that each server sends to each other."""
     sent = np.sum([*plan_bytes(plan, config.shape).forward().phases.values()], axis=0)
-    each = -(-plan.world_size // _MOST_CELLS)
-    firsts = np.arange(0, plan.world_size, each)
-    sent = np.add.reduceat(np.add.reduceat(sent, firsts, axis=0), firsts, axis=1) / 1e6
-    ends = np.minimum(firsts + each, plan.world_size) - 1
+    caption = "MB that the server of a row sends to that of a column: one layer, forward pass."
+    return map_of_bytes(sent, caption)
+
+
+def map_of_bytes(sent: Int64s, caption: str) -> str:
+    """Returns a heat map of bytes in MB.
+
+    Args:
+        sent: bytes that each server sends to each other, `[servers, servers]`.
+        caption: what the cells are.
+    """
+    servers = len(sent)
+    each = -(-servers // _MOST_CELLS)
+    firsts = np.arange(0, servers, each)
+    megabytes = np.add.reduceat(np.add.reduceat(sent, firsts, axis=0), firsts, axis=1) / 1e6
+    ends = np.minimum(firsts + each, servers) - 1
     names = [
         str(first) if first == last else f"{first} to {last}"
         for first, last in zip(firsts.tolist(), ends.tolist(), strict=True)
     ]
     values = [
         [value if value or a != b else None for b, value in enumerate(row)]
-        for a, row in enumerate(sent.tolist())
+        for a, row in enumerate(megabytes.tolist())
     ]
-    caption = "MB that the server of a row sends to that of a column: one layer, forward pass."
-    texts = [[f"{value:,.2f}" for value in row] for row in sent.tolist()]
+    texts = [[f"{value:,.2f}" for value in row] for row in megabytes.tolist()]
     return heat_map(caption, "from, to", names, names, values, texts)
 
 

@@ -126,7 +126,7 @@ def build_parser() -> Parser:
         "--servers",
         type=int,
         metavar="N",
-        help="Number of data-parallel ranks, each of which is an attention server.",
+        help="Number of data-parallel ranks. Each is an attention server.",
     )
     ranks.add_argument(
         "--tokens-per-server", type=int, metavar="TOKENS", help="Tokens that each rank owns."

@@ -68,7 +68,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--forward-only",
         action="store_true",
-        help="Leave out backward passes, which training balances, too, and inference has not.",
+        help="Leave out backward passes. Inference does not need them; training does.",
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads.")
     parser.add_argument(

@@ -52,6 +52,10 @@ SHOWN = (
     *(WAIT, MOVED, PLAN_WAIT, ALLOCATED, RESIDENT),
 )
 """Figures that a report has, in its order, if a run has them."""
+ON_CPUS = (
+    "These ranks ran on CPUs. If they shared cores, tokens/s and seconds of a step say nothing: a "
+    "rank that waits leaves its core to others. Compare CPU seconds."
+)
 _LOGS = ("*.log", "*.out")
 _TRACE = "traceEvents"
 _PLAN = ("documents", "placement", "tasks")
@@ -252,18 +256,20 @@ def answer(files: Files) -> str:
     if shared and len(files.runs) > 1:
         of = {name: each[shared[0]] for name, each in medians.items()}
         others = ", ".join(
-            f"{of[name] / of[first.name]:.2f} times those of {first.name} in {name}"
+            f"{name} needs {of[name]:.3g} ({of[name] / of[first.name]:.2f} times as many)"
             for name in of
             if name != first.name
         )
-        what = "CPU seconds of the busiest rank" if shared[0] == BUSIEST else "seconds of a step"
-        said.append(f"The {what}: {of[first.name]:.3g}; {others}.")
+        what = "CPU seconds on its busiest rank" if shared[0] == BUSIEST else "seconds"
+        said.append(f"A step of {first.name} needs {of[first.name]:.3g} {what}; {others}.")
     found = medians[first.name]
     if AFTER in found and BEFORE in found:
         said.append(
             f"Its busiest rank has {found[AFTER]:.2f} times the mean core attention; in plain data "
             f"parallelism it would have {found[BEFORE]:.2f} times."
         )
+    if any(BUSIEST in each and SPEED in each for each in medians.values()):
+        said.append(ON_CPUS)
     return " ".join(said)
 
 

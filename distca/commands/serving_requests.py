@@ -52,9 +52,9 @@ from distca.simulate.requests import (
 )
 
 _DESCRIPTION = """\
-Says how many requests a second a serving cluster bears, and how long first and further tokens take,
-with prefills on a fixed number of ranks, on as many as help the one request (greedy), on as many as
-help enough (single-chunk), and in chunks on growing groups (cdsp).
+Predicts the sustainable request rate of a serving cluster, and the latency of first and later
+tokens. It compares prefills on a fixed number of ranks, on as many as help the one request
+(greedy), on as many as help enough (single-chunk), and in chunks on growing groups (cdsp).
 Nothing is served, and no GPU is needed: requests are simulated.
 """
 _EXAMPLES = """\

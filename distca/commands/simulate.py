@@ -88,8 +88,8 @@ examples:
   distca simulate --lengths corpus.idx --context 131072 --sequences 32 \\
       --model llama-34b --gpus 256 --plot advice.png --trace iteration.json
 
-Documents are packed into sequences of --context tokens and cut where these end, for all systems
-alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's best configuration.
+Documents are packed into sequences of --context tokens and cut where these end, the same for all
+systems. Below the table are the flags of pretrain_gpt.py that train in DistCA's best configuration.
 
 `distca simulate rollouts` simulates rollouts that share prompts, `distca simulate prefill` and
 `distca simulate decode` inference, and `distca simulate --serving` a cluster that serves: see their
@@ -106,8 +106,8 @@ def build_parser() -> Parser:
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="The documents' lengths in tokens, of which as many are drawn as are needed: a JSON "
-        "list, or the .idx file of a Megatron dataset.",
+        help="The documents' lengths in tokens, to draw batches from: a JSON list, or the .idx "
+        "file of a Megatron dataset.",
     )
     source.add_argument(
         "--distribution",

@@ -9,7 +9,7 @@ import numpy as np
 
 from distca.commands import html_page
 from distca.commands.html_page import Cell, Span
-from distca.commands.page_sections import documents_by_length
+from distca.commands.page_sections import documents_by_length, map_of_bytes
 from distca.commands.simulate_report import PARTS, assumptions, job_line, why_not
 from distca.commands.verdict import TITLES, Verdict, is_plain, speed_up
 from distca.plan.span import Int64s
@@ -18,6 +18,10 @@ from distca.simulate.outcome import Outcome
 
 _MOST_RANKS = 32
 """Ranks of the timeline; more could not be read."""
+_BETWEEN = (
+    "MB that a GPU of the server of a row sends to that of a column, in the whole iteration. "
+    "All-to-alls inside of a server are not shown."
+)
 _BEGINS = ("waiting", "core attention", "forward", "backward", "gradients")
 """What the names of spans begin with, of those that have a colour of their own."""
 
@@ -52,6 +56,11 @@ def page_of(
     if iteration is not None:
         shown.append(html_page.section("DistCA's iteration", *_timeline(iteration)))
         shown.append(html_page.section("Memory and bytes of DistCA's servers", _servers(iteration)))
+        between = iteration.bytes_between
+        if between is not None and between.any():
+            shown.append(
+                html_page.section("Bytes between servers", map_of_bytes(between, _BETWEEN))
+            )
     shown.append(
         html_page.section(
             "Documents of the first batch", documents_by_length(np.concatenate(batches[0]))

@@ -18,23 +18,22 @@ from distca.simulate import DISTCA_SYSTEMS, Breakdown, Choice, Workload, trainin
 from distca.simulate.baselines import WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
 from distca.simulate.flags import megatron_flags
-from distca.simulate.speed_up import SIMULATORS_ERROR
 from distca.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 CHARGED = (
-    "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
-    "exchanges take {interference:.0%} of\ncompute."
+    "All systems have the same charges: links reach {links:.0%} and copies {copies:.0%} of their "
+    "speed,\nexchanges take {interference:.0%} of compute."
 )
 _WIDTH = 40
 """Characters of a line on a bar."""
 RANGES = (
     "DistCA over it: the speed over these batches, and the 95% confidence interval of the mean "
     "over many\nbatches. An interval that includes 1 means no clear difference. It does not "
-    f"contain the simulator's own\nerror: {SIMULATORS_ERROR:.1%} of a step in the median, "
-    "against runs on CPUs."
+    "contain the simulator's own\nerror: {error:.1%} of a step in the median, against runs on "
+    "CPUs."
 )
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "
@@ -140,7 +139,11 @@ def assumptions(workload: Workload, batches: int, verdict: Verdict) -> list[str]
     """Returns what the figures mean, and what they rest on, a paragraph each."""
     cluster, charges = workload.cluster, workload.cluster.charges
     return [
-        *([RANGES] if batches > 1 and verdict.distca is not None else []),
+        *(
+            [RANGES.format(error=verdict.simulators_error)]
+            if batches > 1 and verdict.distca is not None
+            else []
+        ),
         *(
             [FROM_PARTS.format(parts=verdict.distca.from_parts, batches=batches)]
             if verdict.distca is not None and verdict.distca.from_parts

@@ -136,7 +136,7 @@ def _described(file: CalibrationFile) -> str:
     lengths = [each.tokens for each in calibration.measured]
     lines = [
         f"{on.model}: {on.prompts} prompts of {min(lengths):,} to {max(lengths):,} tokens on "
-        f"{on.ranks} ranks, of which {len(calibration.held_out)} are held out; "
+        f"{on.ranks} ranks, {len(calibration.held_out)} of them held out; "
         f"{len(file.samples)} sparsities each"
     ]
     for measure, fit in calibration.fits.items():

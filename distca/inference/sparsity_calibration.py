@@ -63,8 +63,8 @@ def read_prompts(path: Path, model: ServedModel) -> list[list[int]]:
         raise ValueError(f"--prompts {path} is no list of texts, nor of lists of token ids")
     if len(given) < LEAST_PROMPTS:
         raise ValueError(
-            f"--prompts {path} has {len(given)} prompts, of which some are held out: give at least "
-            f"{LEAST_PROMPTS}"
+            f"--prompts {path} has {len(given)} prompts: give at least {LEAST_PROMPTS}, because "
+            "some are held out"
         )
     if of_texts:
         tokenizer = load_tokenizer(model.path)

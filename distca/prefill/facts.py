@@ -114,7 +114,7 @@ def disagreement(
         if only_told and name not in theirs:
             continue
         if theirs.get(name) != value:
-            given = theirs.get(name, "not told")
+            given = theirs.get(name, "none")
             return f"{name}: the engine has {given}, and the prefill ranks have {value}"
     return None
 

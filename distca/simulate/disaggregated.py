@@ -152,6 +152,7 @@ class _Run:
             resources.sent,
             tuple(resources.spans),
             clock,
+            resources.between,
         )
 
     def seconds_of_ticks(self) -> float:

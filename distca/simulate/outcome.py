@@ -28,6 +28,8 @@ class Outcome:
         spans: recorded timeline for `save_trace`.
         clock: moment at which each rank has run its last tick and gradients are reduced, `[ranks]`;
             None: the iteration has no ticks.
+        bytes_between: bytes that one GPU of each rank sends to each other rank in exchanges,
+            `[ranks, ranks]`; None: nothing was recorded.
     """
 
     seconds: float
@@ -41,6 +43,7 @@ class Outcome:
     bytes_sent: dict[str, Int64s]
     spans: tuple[Span, ...] = ()
     clock: Floats | None = None
+    bytes_between: Int64s | None = None
 
     @property
     def fits(self) -> bool:

@@ -140,6 +140,8 @@ class Resources:
         computed: seconds that each rank's compute was busy so far, `[ranks]`.
         exposed: seconds that each rank's compute waited for exchanges so far, `[ranks]`.
         sent: bytes that each rank has sent, `[ranks]`, by phase of the exchange.
+        between: bytes that each rank has sent to each other in exchanges, `[ranks, ranks]`, if
+            spans are kept.
         held: seconds that messages have taken of each rank's ports out and in, to its node and to
             the network, `[4, ranks]`.
         spans: recorded spans of all ranks.
@@ -155,6 +157,7 @@ class Resources:
     exposed: Floats = field(init=False)
     held: Floats = field(init=False)
     sent: dict[str, Int64s] = field(default_factory=dict)
+    between: Int64s | None = field(init=False, default=None)
     spans: list[Span] = field(default_factory=list)
     labels: dict[str, object] = field(default_factory=dict)
 
@@ -162,6 +165,8 @@ class Resources:
         self.clock, self.computed, self.exposed = (np.zeros(self.ranks) for _ in range(3))
         self._out, self._in = np.zeros((2, self.ranks)), np.zeros((2, self.ranks))
         self.held = np.zeros((4, self.ranks))
+        if self.recording:
+            self.between = np.zeros((self.ranks, self.ranks), dtype=np.int64)
         cluster = self.cluster
         self._latency = np.array([[cluster.node_latency], [cluster.network_latency]])
         self._busy_until = np.zeros(self.ranks)
@@ -204,7 +209,19 @@ class Resources:
         self.held += moved.seconds_of_ports
         self.sent.setdefault(phase, np.zeros(self.ranks, dtype=np.int64))
         self.sent[phase] += moved.bytes_sent
+        if self.between is not None:
+            self.between += self._bytes_between(moved)
         return over
+
+    def _bytes_between(self, moved: Transfer) -> Int64s:
+        """Bytes that each rank sends to each other in an exchange, `[ranks, ranks]`."""
+        kind, source = np.divmod(moved.out_port, self.ranks)
+        messages = np.diff(moved.firsts, append=len(source))
+        destination = np.repeat(moved.destinations, messages)
+        speeds = self.cluster.node_bytes_per_second, self.cluster.network_bytes_per_second
+        sizes = np.rint(moved.seconds * np.array(speeds)[kind])
+        found = np.bincount(source * self.ranks + destination, sizes, self.ranks**2)
+        return found.astype(np.int64).reshape(self.ranks, self.ranks)
 
     @staticmethod
     def _last_to_pass(moved: Transfer, begins: Floats) -> Floats:

@@ -13,6 +13,9 @@ _QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.
 SIMULATORS_ERROR = 0.018
 """Median error of simulated steps without pipeline stages, against measured ones
 (benchmarks/results/simulator.md). With two stages it is less."""
+POOLS_ERROR = 0.038
+"""Median error of simulated steps with server pools or shared heads
+(benchmarks/results/pools.md)."""
 _SEQUENCES, _FEWEST, _MOST = 384, 4, 24
 """Sequences to simulate, and the fewest and most batches."""
 

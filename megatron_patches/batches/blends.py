@@ -146,7 +146,7 @@ def sets_of(args: Namespace, blend: Blend) -> list[Blend]:
 def _blend(words: Sequence[str], flag: str, split: str | None) -> Blend:
     if not words:
         raise ValueError(f"{flag} is empty: give the prefix of an indexed dataset")
-    mixed = f"{flag} {' '.join(words)}: give prefixes alone, or a weight before each"
+    mixed = f"{flag} {' '.join(words)}: give only prefixes, or a weight before each"
     try:
         prefixes, weights = get_blend_from_list(list(words))
     except AssertionError as error:

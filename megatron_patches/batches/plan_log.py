@@ -102,7 +102,7 @@ def _log_schedule(schedule: TickSchedule) -> None:
         2 * (schedule.micro_batches * schedule.chunks + schedule.stages - 1),
         ", ".join(map(str, schedule.most_in_flight)),
         ", ".join(map(str, usual)),
-        f" chunks, of which a stage has {schedule.chunks}" if schedule.chunks > 1 else "",
+        f" chunks, {schedule.chunks} on each stage" if schedule.chunks > 1 else "",
     )
 
 

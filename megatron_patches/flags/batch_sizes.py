@@ -136,8 +136,8 @@ class BatchSizes:
             return [(int(sample), int(size)) for sample, size in self._calculator().schedule]
         except (ValueError, AssertionError) as error:
             raise ValueError(
-                f"--step-batch-size-schedule {self.steps!r}: give pairs of tokens and sizes, of "
-                "which the first starts at 0, such as '0:16 1B:32'"
+                f"--step-batch-size-schedule {self.steps!r}: give pairs of tokens and sizes, the "
+                "first with 0 tokens, such as '0:16 1B:32'"
             ) from error
 
     def _calculator(self) -> Any:

@@ -137,7 +137,7 @@ class SchedulingConfig:
         ):
             if value is not None and self.scheduler != "tiles":
                 raise ValueError(
-                    f"--distca-{flag} binds the scheduler tiles alone, not {self.scheduler}: "
+                    f"--distca-{flag} works only with the scheduler tiles, not {self.scheduler}: "
                     "remove one of the two"
                 )
         if self.profile is not None and not self.profile.is_file():

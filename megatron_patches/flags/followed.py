@@ -18,7 +18,7 @@ from functools import cache
 from megatron_patches.flags.refused import REFUSED, REFUSED_BY_OUR_ATTENTION, REFUSED_WITH_DISTCA
 
 PASSED_ON = {
-    "Sizes and kind of the model, which stays Megatron's own but for core attention": """
+    "Sizes and kind of the model, which stays Megatron's own except for core attention": """
         num-layers encoder-num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels
         group-query-attention num-query-groups max-position-embeddings position-embedding-type
         use-rotary-position-embeddings rotary-base rotary-percent rotary-interleaved rope-type
@@ -111,7 +111,7 @@ PASSED_ON = {
         per-split-data-args-path full-validation multiple-validation-sets validation-set-names
         sft sft-tokenizer-prompt-format
     """,
-    "The tokenizer, of which data need the number of tokens alone": """
+    "The tokenizer; data need only its number of tokens": """
         tokenizer-type tokenizer-model tokenizer-metadata tokenizer-special-tokens
         tokenizer-sentencepiece-legacy tokenizer-sentencepiece-ignore-extra-whitespaces
         tokenizer-hf-use-fast tokenizer-hf-no-use-fast tokenizer-hf-include-special-tokens

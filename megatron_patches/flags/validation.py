@@ -236,8 +236,8 @@ def _validate_ping_pong(config: DistcaConfig, args: Namespace) -> None:
     for kind in _balanced_by(args):
         if kind in BALANCED_BY_PASS:
             raise ValueError(
-                f"--distca-ping-pong does not cover --moe-router-load-balancing-type {kind}, which "
-                "counts the passes of a router, of which nano-batches make two of one: give "
+                f"--distca-ping-pong does not cover --moe-router-load-balancing-type {kind}: it "
+                "counts passes of a router, and nano-batches make two passes of one. Give "
                 "--no-distca-ping-pong"
             )
     _validate_fp8(config, args, tokens // (2 * shards))
@@ -383,7 +383,7 @@ def _validate_experts(config: DistcaConfig, args: Namespace) -> None:
         )
     if config.cuda_graphs:
         raise ValueError(
-            "--distca-cuda-graphs captures dense layers alone: remove it, or --num-experts"
+            "--distca-cuda-graphs captures only dense layers: remove it, or --num-experts"
         )
 
 

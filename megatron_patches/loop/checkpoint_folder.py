@@ -68,8 +68,8 @@ def refuse_lost_tracker(root: str | Path) -> None:
     whole = latest_whole_iteration(root)
     if whole is not None:
         raise ValueError(
-            f"{Path(root) / TRACKER} is missing beside whole checkpoints, of which the latest is "
-            f"of iteration {whole}: write {whole} into that file, or give another --load"
+            f"{Path(root) / TRACKER} is missing beside whole checkpoints; the latest is of "
+            f"iteration {whole}: write {whole} into that file, or give another --load"
         )
 
 

@@ -48,6 +48,6 @@ def refuse_dropped_weights(model: Sequence[Any], checkpoint: Path) -> None:
     }
     if dropped := sorted(stored.difference(*of_ranks)):
         raise ValueError(
-            f"{path} is a checkpoint of another model: it has {abbreviated(dropped)}, which this "
-            "run's model has not: give the flags that it was trained with"
+            f"{path} is a checkpoint of another model: it has {abbreviated(dropped)}, which "
+            "this run's model does not have: give the flags that it was trained with"
         )

@@ -150,8 +150,8 @@ def test_logs_are_read_where_there_are_no_boards(tmp_path: Path, capsys) -> None
     assert main(["report", str(tmp_path)]) == 0
     first, *table = capsys.readouterr().out.splitlines()
     assert first == (
-        "logs/ours.log: iterations 5 to 15, loss 7.5 to 7, 500 tokens/s. The seconds of a step: 2; "
-        "2.00 times those of logs/ours.log in logs/plain.out."
+        "logs/ours.log: iterations 5 to 15, loss 7.5 to 7, 500 tokens/s. A step of "
+        "logs/ours.log needs 2 seconds; logs/plain.out needs 4 (2.00 times as many)."
     )
     width = max(map(len, report.SHOWN))
     rows = {line[:width].strip(): line[width:].split() for line in table[1:]}

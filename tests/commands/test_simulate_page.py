@@ -72,6 +72,21 @@ def test_memory_of_servers_is_that_of_the_system(written: Path) -> None:
     assert all(max(float(row[at]) for row in servers) >= 0 for at in range(2, len(head)))
 
 
+def test_the_heat_map_has_the_bytes_that_servers_send(written: Path) -> None:
+    page = Page(written.read_text())
+    head, *servers = page.table("Peak memory")
+    names, *rows = page.table("MB that")
+    exchanged = [
+        at for at, name in enumerate(head) if name.startswith("GB sent") and "heads" not in name
+    ]
+    assert names[1:] == [row[0] for row in rows]
+    assert len(rows) == len(servers) > 1
+    megabytes = [sum(float(cell.replace(",", "")) for cell in row[1:] if cell) for row in rows]
+    assert max(megabytes) > 0
+    for server, sent in zip(servers, megabytes, strict=True):
+        assert sent / 1e3 == pytest.approx(sum(float(server[at]) for at in exchanged), abs=0.03)
+
+
 def test_the_answer_and_the_command_stand_on_it(written: Path, capsys) -> None:
     page = Page(written.read_text())
     assert main(["simulate", *JOB]) == 0

@@ -68,7 +68,7 @@ def test_a_measurement_goes_on_where_it_ended(
     assert (np.diff(mass, axis=-1) <= 1e-6).all()
     assert (mass[1:, :, :, 0] > 0.05).all()
     out = capsys.readouterr().out
-    assert "5 prompts of 330 to 334 tokens on 4 ranks, of which 1 are held out; 3 " in out
+    assert "5 prompts of 330 to 334 tokens on 4 ranks, 1 of them held out; 3 " in out
     # All is there.
     assert main([*command, "--html", str(tmp_path / "page.html")]) == 0
     assert_usable(tmp_path / "page.html")
@@ -84,7 +84,7 @@ def test_a_measurement_goes_on_where_it_ended(
 @pytest.mark.parametrize(
     ("given", "flags", "said"),
     [
-        ([[1] * 400] * 3, [], "has 3 prompts, of which some are held out: give at least 4"),
+        ([[1] * 400] * 3, [], "has 3 prompts: give at least 4, because some are held out"),
         ([[1] * 320, *[[1] * 319] * 3], [], "prompt 1 has 319 tokens: give at least 320"),
         ([[999] * 400] * 4, [], "has the token 999"),
         ([["a"]] * 4, [], "no list of texts, nor of lists of token ids"),

@@ -127,9 +127,36 @@ def test_the_answer(choices: list[Choice], line: str, flags: list[str]) -> None:
     verdict = Verdict.of(choices)
     assert str(verdict) == line
     lines = verdict.how_to_train(JOB)
-    titles = [each for each in lines if not each.startswith(("    ", "A sample is "))]
+    notes = ("    ", "A sample is ", "--distca-node-gb-per-s and", "With --hidden-dropout")
+    titles = [each for each in lines if not each.startswith(notes)]
     assert ("pretrain_gpt.py" in flags) == any(each.startswith("A sample is") for each in lines)
     assert [title.split(" for ")[0] for title in titles] == [f"Flags of {each}" for each in flags]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "error"),
+    [
+        ({}, "1.8%"),
+        ({"pool_size": 2}, "3.8%"),
+        ({"head_parallel": 2}, "3.8%"),
+    ],
+)
+def test_the_simulators_error_is_that_of_the_layout(candidate: dict[str, int], error: str) -> None:
+    """2.5% are clear without pools and shared heads, and within the error with them."""
+    ours = choice("tiles", [1.0] * 3, replace(CANDIDATES["tiles"], **candidate))
+    verdict = Verdict.of([choice("plain", [1.025] * 3), ours])
+    assert str(verdict).startswith("Use DistCA" if error == "1.8%" else "No clear difference")
+    assert str(verdict).count(f"error: {error}") == (error == "3.8%")
+    assert f"error: {error} of a step" in "\n".join(assumptions(JOB, 3, verdict))
+
+
+def test_the_printed_speeds_of_links_are_explained() -> None:
+    slower = choice("tiles", [1.0] * 3, replace(CANDIDATES["tiles"], network_divisor=4))
+    theirs = choice("plain", [1.5] * 3)
+    flat, planned = (Verdict.of([theirs, each]).how_to_train(JOB)[-2] for each in (FLAT, slower))
+    said = "--distca-network-gb-per-s are 86% of the links' speeds (--link-efficiency)"
+    assert flat.endswith(f"{said}.")
+    assert f"{said}, the network's divided by 4: " in planned
 
 
 def test_what_megatron_refuses_has_no_flags_but_a_line() -> None:

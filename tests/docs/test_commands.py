@@ -51,7 +51,7 @@ SAVED = "distca plan .*--save plan.json"
 # Patterns of whole commands; each command matches one of all these.
 RUN = (
     r"distca (doctor|build|prepare .*)",
-    r"distca plan (?!--compare|--help).*",
+    r"distca plan (?!--help).*",
     rf"{SIMULATED} --plot advice\.png",
     r"distca simulate prefill .*",
     r"distca profile .* --heads H .*",
@@ -70,7 +70,6 @@ RUN_IF_FULL = (
 )
 NOT_RUN = {
     r".* --help|(bash )?launch/(local|slurm/\w+)\.sh --dry-run.*": "run when its flags are checked",
-    r"distca plan --compare": "a part of a command",
     SIMULATED: "run with --plot, as docs/when_it_helps.md has it",
     r"python docs/(make_reference|plot_(?!trace)\w+)\.py.*": "run by test_docs.py",
     r"(source|export) .*": "sets up a shell",
@@ -324,8 +323,9 @@ def test_the_figures_of_one_plan(typed: Typed) -> None:
             rf"\[{scheduler}\b[^\]]*: servers have [\d.]+ to {float(after):.2f} times", concepts
         )
     assert f"    {line}\n" in planning
-    assert f"{figures['tiles'][0]} -> {figures['tiles'][1]}" in helps
-    assert f"has {float(figures['packed'][1]):.1f} times an equal share" in helps
+    before, after = (float(each) for each in figures["tiles"])
+    assert f"which has {before:.1f} times an equal share" in helps
+    assert f"With `tiles` it has {after:.1f} times." in helps
 
 
 def block_of(page: str, begin: str) -> str:
@@ -337,18 +337,6 @@ def block_of(page: str, begin: str) -> str:
 
 def without_figures(text: str) -> str:
     return re.sub(r"\d[\d,]*(\.\d+)?", "#", text)
-
-
-def test_an_answer_that_is_no(full: bool, typed: Typed) -> None:
-    """The front page has a job for which DistCA is no help."""
-    if not full:
-        pytest.skip("takes tens of CPU seconds: give --full")
-    text = (ROOT / "README.md").read_text().replace("\n", " ")
-    ((flags, told),) = re.findall(
-        r"The answer may be no. With `([^`]+)`.*? it is: (don't.*?)\. `", text
-    )
-    first = typed.printed_by(f"distca simulate {flags}").splitlines()[0]
-    assert first.startswith(told.replace("don't", "Don't").replace(", plain", ": plain"))
 
 
 def test_the_quick_starts_comparison() -> None:

@@ -169,6 +169,13 @@ def test_the_readme_fits_a_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_the_docs_are_short() -> None:
+    """Words of all pages without the reference, which is generated."""
+    words = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
+    del words["reference.md"]
+    assert sum(words.values()) <= 15_000, words
+
+
 def test_the_picture_of_the_readme_shows_what_it_says(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import plot_packed_beside_tiles as picture

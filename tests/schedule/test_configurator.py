@@ -150,7 +150,7 @@ def test_the_regression_is_monotone_and_says_how_far_off_it_is() -> None:
         degraded = noisy.layer_degradation("kl", 10**6, layer, kept)
         assert (np.diff(degraded) <= 1e-15).all()
         assert degraded[-1] == 0 < degraded[0]
-    with pytest.raises(ValueError, match="3 prompts were measured, of which some are held out"):
+    with pytest.raises(ValueError, match="3 prompts were measured: give at least 4"):
         calibration(3, prompts=3)
 
 

@@ -111,7 +111,7 @@ def test_flags() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             described(f"--model llama-8b --kv-heads 32 {flags}")
-    with pytest.raises(ValueError, match="with latents, of which training alone is simulated"):
+    with pytest.raises(ValueError, match="with latents: only their training is simulated"):
         described("--model deepseek-v3-like", training=False)
 
 

@@ -89,8 +89,8 @@ class HybridContextParallel:
         loads = found.by_round(task_loads(found.plan.tasks, mask, self._config.cost_model))
         waiting = float(loads.max(axis=1).sum() / loads.sum(axis=0).mean())
         note = (
-            f"{found.rounds} rounds, after each of which all ranks wait: their busiest ranks have "
-            f"{waiting:.3f} times the mean load together"
+            f"{found.rounds} rounds, and all ranks wait after each: together the rounds' busiest "
+            f"ranks have {waiting:.3f} times the mean load"
         )
         return replace(found.plan, notes=(note,))
 

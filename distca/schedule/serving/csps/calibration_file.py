@@ -211,7 +211,7 @@ def _check_sizes(file: CalibrationFile) -> None:
     """Refuses tables that are not of one model and one set of samples."""
     on = file.measured_on
     if on.prompts < LEAST_PROMPTS or len(file.measured) > on.prompts or not file.samples:
-        raise ValueError("it has not as many prompts or samples as it says")
+        raise ValueError("it has fewer prompts or samples than it says")
     shape = np.shape(file.samples[0].keys)
     masses = (*shape[:2], shape[2] - 1, len(GRID))
     for sample in file.samples:

@@ -95,8 +95,8 @@ class Calibration:
     def __post_init__(self) -> None:
         if len(self.measured) < LEAST_PROMPTS:
             raise ValueError(
-                f"{len(self.measured)} prompts were measured, of which some are held out: give at "
-                f"least {LEAST_PROMPTS}"
+                f"{len(self.measured)} prompts were measured: give at least {LEAST_PROMPTS}, "
+                "because some are held out"
             )
 
     @cached_property
