@@ -16,6 +16,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from distca.commands.tree_sections import TreeShapes, tree_shapes
 from distca.cost.model_sizes import MODELS
 from distca.palette import server_colours
 from distca.plan import Mask, Plan
@@ -36,56 +37,37 @@ def plan_of_trees() -> Plan:
     return TilesScheduler(config).plan(paths.lengths, capacities, Mask(), *paths.family)
 
 
-def draw_owners(axes: Axes, plan: Plan, colours: np.ndarray) -> None:
+def draw_owners(axes: Axes, shapes: TreeShapes, colours: np.ndarray) -> None:
     """Draws each document as a bar, from where it branches off, by the owners of its tokens."""
-    assert plan.parents is not None
-    assert plan.cached_prefix is not None
-    p = plan.placement
+    row, start, end, rank = shapes.bars.T
     axes.barh(
-        p.document,
-        (p.end - p.start) / _THOUSAND,
+        row,
+        (end - start) / _THOUSAND,
         0.8,
-        p.start / _THOUSAND,
-        color=colours[p.rank],
+        start / _THOUSAND,
+        color=colours[rank],
         edgecolor="white",
         linewidth=0.6,
     )
-    for document, parent in enumerate(plan.parents.tolist()):
-        at = plan.cached_prefix[document] / _THOUSAND
-        if parent >= 0:
-            axes.plot([at, at], [parent, document], color="black", linewidth=0.8, zorder=0)
+    for position, parent, child in shapes.branches.tolist():
+        at = position / _THOUSAND
+        axes.plot([at, at], [parent, child], color="black", linewidth=0.8, zorder=0)
     axes.invert_yaxis()
     axes.set(yticks=[], xlabel="position on the path, thousand tokens")
     axes.set_title("trees: who owns the tokens")
 
 
-def draw_tasks(axes: Axes, plan: Plan, colours: np.ndarray) -> None:
+def draw_tasks(axes: Axes, shapes: TreeShapes, colours: np.ndarray) -> None:
     """Draws what each query sees, by the server that computes it; tokens in the order of nodes."""
-    t, keys = plan.tasks, plan.key_ranges
-    shapes = []
-    # Where the keys of each range lie on the path: ranges of a task follow each other.
-    before = t.kv_start.copy()
-    columns = keys.task, keys.start, keys.end
-    for task, start, end in zip(*(each.tolist() for each in columns), strict=True):
-        first, last = int(t.q_start[task]), int(t.q_end[task])
-        low = int(before[task])
-        before[task] += end - start
-        high, shift = int(before[task]), start - low
-        down = int(plan.query_offsets[t.document[task]])
-        corner = high
-        if t.ends_on_diagonal[task] and high > first:
-            first, corner = max(first, low), max(first, low)
-        corners = [(low, first), (corner, first), (high, last), (low, last)]
-        shapes.append([(key + shift, query + down) for key, query in corners])
     axes.add_collection(
         PolyCollection(
-            list(np.array(shapes) / _THOUSAND),
-            facecolors=colours[t.server[keys.task]],
+            list(shapes.corners / _THOUSAND),
+            facecolors=colours[shapes.servers],
             edgecolors="white",
             linewidths=0.4,
         )
     )
-    total = sum(_OWN) / _THOUSAND
+    total = shapes.tokens / _THOUSAND
     axes.set(xlim=(0, total), ylim=(total, 0), aspect="equal")
     axes.set(xlabel="keys, thousand tokens", ylabel="queries, thousand tokens")
     axes.set_title("core attention: who computes it")
@@ -96,8 +78,9 @@ def draw(path: Path) -> None:
     plan, colours = plan_of_trees(), server_colours(_RANKS, range(_RANKS))
     figure = Figure(figsize=(10, 4.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
-    draw_owners(left, plan, colours)
-    draw_tasks(right, plan, colours)
+    shapes = tree_shapes(plan)
+    draw_owners(left, shapes, colours)
+    draw_tasks(right, shapes, colours)
     loads = plan.loads() / plan.loads().mean()
     names = [f"rank {rank}: {load:.2f} times the mean load" for rank, load in enumerate(loads)]
     handles = [Patch(color=colour, label=name) for colour, name in zip(colours, names, strict=True)]

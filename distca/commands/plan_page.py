@@ -13,6 +13,7 @@ from distca.commands.page_sections import (
     documents_of,
     servers,
 )
+from distca.commands.tree_sections import has_trees, trees_of
 from distca.plan import Plan
 from distca.plan.span import Int64s
 from distca.schedule import PlanSummary, ScheduleConfig, format_summary
@@ -49,11 +50,14 @@ def page_of(
 
 
 def sections_of_plan(plan: Plan, config: ScheduleConfig) -> list[str]:
-    """Returns the sections of a plan's documents, and of its bytes if there are any."""
-    found = [
-        html_page.section("Documents, and who computes them", *documents_of(plan)),
-        html_page.section("Documents by length", documents_by_length(plan.lengths)),
-    ]
+    """Returns the sections of a plan's documents or trees, and of its bytes if there are any."""
+    if has_trees(plan):
+        found = [html_page.section("Trees, and who computes them", *trees_of(plan))]
+    else:
+        found = [
+            html_page.section("Documents, and who computes them", *documents_of(plan)),
+            html_page.section("Documents by length", documents_by_length(plan.lengths)),
+        ]
     if plan.world_size > 1:
         found.append(html_page.section("Bytes between servers", bytes_between(plan, config)))
     return found

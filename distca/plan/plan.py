@@ -116,6 +116,16 @@ class Plan:
         return np.where(self.parents < 0, 0, self.cached_prefix)
 
     @cached_property
+    def trees(self) -> Int64s:
+        """Number of each document's tree: of the documents that share tokens with it."""
+        if self.parents is None:
+            return np.arange(len(self.lengths))
+        found: list[int] = []
+        for document, parent in enumerate(self.parents.tolist()):
+            found.append(document if parent < 0 else found[parent])
+        return np.unique(np.array(found, dtype=np.int64), return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
     def key_ranges(self) -> KeyRanges:
         """The keys of each task in global positions, in the order of its path."""
         t = self.tasks

@@ -11,7 +11,13 @@ from distca.cost.rows import rank_rows
 from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s, distinct
-from distca.schedule.base import ScheduleConfig, even_capacities, relative_loads, server_loads
+from distca.schedule.base import (
+    ScheduleConfig,
+    document_loads,
+    even_capacities,
+    relative_loads,
+    server_loads,
+)
 from distca.schedule.baselines.packed import plain_loads
 from distca.wording import counted
 
@@ -148,7 +154,8 @@ def loads_over_mean(plan: Plan, config: ScheduleConfig) -> tuple[Floats, Floats]
 
 def loads_before(plan: Plan, cost_model: CostModel | None) -> Floats:
     """Returns the load of each server if a plan's documents were trained on in plain data
-    parallelism: in their order, divided evenly over the ranks that own tokens.
+    parallelism: in their order, divided evenly over the ranks that own tokens. Trees are whole on
+    the rank on which they begin.
 
     Args:
         plan: a valid plan.
@@ -158,7 +165,15 @@ def loads_before(plan: Plan, cost_model: CostModel | None) -> Floats:
     capacities, owners = np.zeros_like(tokens), np.flatnonzero(tokens)
     if len(owners):
         capacities[owners] = even_capacities(int(tokens.sum()), len(owners))
-    return plain_loads(plan.lengths, capacities, plan.mask, cost_model)
+    if plan.parents is None or plan.cached_prefix is None:
+        return plain_loads(plan.lengths, capacities, plan.mask, cost_model)
+    loads = document_loads(
+        plan.lengths, plan.mask, cost_model, plan.cached_prefix, plan.query_shift
+    )
+    tree = plan.trees
+    own = np.bincount(tree, weights=plan.own_lengths)
+    first = np.searchsorted(np.cumsum(capacities), np.cumsum(own) - own, side="right")
+    return np.bincount(first[tree], weights=loads, minlength=len(tokens)).astype(np.float64)
 
 
 def _in_several(document: Int64s, place: Int64s, places: int) -> int:
