@@ -42,6 +42,7 @@ explain when to use DistCA's flags:
 [ping-pong](pipelines.md#ping-pong-hides-communication) |
 | memory | `--distca-max-buffer-bytes`, `--distca-backward` | \
 [tuning](performance.md#memory-of-exchanges) |
+| memory of micro-batches | `--distca-memory-gb` | [tuning](performance.md#server-pools) |
 | latents or keys and values | `--distca-latent-rows` | \
 [multi-latent attention](moving_a_job.md#multi-latent-attention) |
 | transport | `--distca-transport`, `--distca-nvshmem-mode`, \

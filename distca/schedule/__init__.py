@@ -20,8 +20,10 @@ from distca.schedule.training.global_batch import (
     ExecutionOptions,
     GlobalBatchPlanner,
 )
+from distca.schedule.training.memory_bound import MemoryBound
 from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, split_in_two
+from distca.schedule.training.peak_memory import StepMemory
 from distca.schedule.training.planned_batch import (
     CountedGlobalBatch,
     Documents,
@@ -57,6 +59,7 @@ __all__ = [
     "GreedyScheduler",
     "HybridContextParallel",
     "LinearWork",
+    "MemoryBound",
     "NanoPlan",
     "PackedScheduler",
     "Pass",
@@ -71,6 +74,7 @@ __all__ = [
     "ScheduleConfig",
     "Scheduler",
     "SplitDocument",
+    "StepMemory",
     "Tick",
     "TickSchedule",
     "TilesScheduler",

@@ -89,6 +89,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
     if candidate.pool_size is not None:
         pairs = token_pairs(workload.costs_of(candidate))
         flags.append(f"--distca-pool-size {candidate.pool_size} --distca-token-pairs {pairs:.0f}")
+        # Other batches may need more and smaller micro-batches than those that were simulated.
+        flags.append(f"--distca-memory-gb {workload.cluster.usable_bytes / 1e9:g}")
     if candidate.wide_documents is not None:
         flags.append(f"--distca-wide-documents {candidate.wide_documents}")
     if candidate.head_parallel > 1:

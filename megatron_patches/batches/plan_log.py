@@ -19,6 +19,7 @@ from distca.run_figures import AFTER, BEFORE, MOVED
 from distca.schedule import (
     CountedGlobalBatch,
     GlobalBatchPlanner,
+    MemoryBound,
     PlannedGlobalBatch,
     PlannedMicroBatch,
     ScheduleConfig,
@@ -61,9 +62,12 @@ def log_first_plan(
         micro_batches: number of its micro-batches.
         folder: folder for `FIRST_PLAN`, which `distca report` shows; None: it is not saved.
     """
-    planner = reader.planner
-    schedule = planner.options.tick_schedule(micro_batches, planner.stages)
-    shared_out = planner.micro_batches(reader.documents(first_sample, micro_batches))
+    planner, documents = reader.planner, reader.documents(first_sample, micro_batches)
+    if reader.bound is None:
+        shared_out: Sequence[PlannedMicroBatch] = planner.micro_batches(documents)
+    else:
+        shared_out = reader.bound.plan(planner, documents)[0].micro_batches
+    schedule = planner.options.tick_schedule(len(shared_out), planner.stages)
     # The first tick of those in which most stages work.
     tick = max(schedule.ticks, key=lambda each: sum(work is not None for work in each.work))
     (planned,) = planner.ticks(shared_out, [tick])
@@ -74,7 +78,8 @@ def log_first_plan(
     for servers, work in zip(planner.servers, tick.work, strict=True):
         if work is not None:
             # Of ranks that share heads the busiest.
-            before[servers] = plain[work.micro_batch].reshape(len(servers), -1).max(axis=1)
+            number = work.micro_batch * micro_batches // len(shared_out)
+            before[servers] = plain[number].reshape(len(servers), -1).max(axis=1)
     summary = describe(planned.plans[0], planner.config, backward, before)
     # Flags give the speeds of GPUs' links alone.
     shown = format_summary(summary, known_links=not cpu.without_cuda())
@@ -186,6 +191,30 @@ class ToleranceWarning:
                 )
                 self._silent = True
                 return
+
+
+class MemoryWarning:
+    """Warns of the first global batch that needs more memory than may be, on the first rank alone.
+
+    Args:
+        bound: bound of a step's memory; None: there is none.
+    """
+
+    def __init__(self, bound: MemoryBound | None) -> None:
+        self._bound = None if dist.get_rank() else bound
+
+    def check(self, counted: CountedGlobalBatch, first_sample: int) -> None:
+        """Checks a planned global batch, which starts at a sample."""
+        bound = self._bound
+        if bound is None or counted.peak is None or counted.peak <= bound.nbytes:
+            return
+        logger.warning(
+            "the global batch from sample %d on needs %.1f GB of a GPU, but %s allows %.1f: its "
+            "longest documents need as much, however many micro-batches there are. Later ones are "
+            "not logged",
+            *(first_sample, counted.peak / 1e9, bound.limit, bound.nbytes / 1e9),
+        )
+        self._bound = None
 
 
 def why_above_tolerance(plans: Iterable[Plan], config: ScheduleConfig) -> str | None:

@@ -20,6 +20,7 @@ from distca.schedule import (
     Documents,
     DocumentTrees,
     GlobalBatchPlanner,
+    MemoryBound,
     PlannedMicroBatch,
     chain_sizes,
     plain_loads,
@@ -53,6 +54,7 @@ class PlannedReader:
             equal part of the rows that a plan gives to the server.
         cuts_at_windows: whether documents end where the window of a micro-batch ends; otherwise
             they end with the global batch, and only server pools share them out.
+        bound: bound of a training step's memory, with server pools; None: there is none.
     """
 
     stream: TokenStream
@@ -61,6 +63,7 @@ class PlannedReader:
     sequence_shards: int
     head_parallel: int = 1
     cuts_at_windows: bool = True
+    bound: MemoryBound | None = None
 
     @property
     def _server(self) -> int:

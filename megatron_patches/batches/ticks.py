@@ -32,7 +32,7 @@ from distca.schedule import (
 from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
 from megatron_patches.batches.layouts import PipelineLayout
 from megatron_patches.batches.micro_batch import PAIRS, MicroBatch
-from megatron_patches.batches.plan_log import ToleranceWarning, balance_figures
+from megatron_patches.batches.plan_log import MemoryWarning, ToleranceWarning, balance_figures
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.model.chained_keys import ChainedKeys
 from megatron_patches.model.core_attention import CoreAttentionRun
@@ -56,6 +56,7 @@ class TickInput:
         bytes_sent: bytes that this rank sends for the tick, by phase; keys that are sent ahead
             leave before the tick begins.
         memory: memory that the largest plan of the global batch needs.
+        asked: micro-batches that the loop asks for; the schedule may have more.
         figures: figures of the global batch, by their names on boards.
     """
 
@@ -67,6 +68,7 @@ class TickInput:
     micro_batch: MicroBatch | None
     bytes_sent: dict[str, int]
     memory: CoreAttentionMemory
+    asked: int
     figures: Mapping[str, float]
 
 
@@ -137,6 +139,7 @@ class TickMaker:
             },
             runtime.core_attention.backward,
             1 if runtime.heads is None else runtime.heads.size,
+            self.reader.bound,
         )
 
     def ticks(
@@ -182,6 +185,7 @@ class TickMaker:
                 micro_batch,
                 {phase: int(each[layout.server]) for phase, each in of_servers.items()},
                 counted.memory,
+                counted.asked,
                 figures,
             )
 
@@ -284,11 +288,13 @@ class PlannedIterator(Iterator[TickInput]):
         """Yields the plans of all global batches from a sample on, and figures for the log."""
         reader, plan = self._maker.reader, self._process or self._maker.planner()
         warning = ToleranceWarning(reader.planner.config, self.runtime.layout.stage is None)
+        too_large = MemoryWarning(reader.bound)
         while True:
             number = micro_batches_at(sample)
             documents = reader.documents(sample, number)
             counted = plan(documents)
             warning.check(counted.batch, sample)
+            too_large.check(counted, sample)
             figures = balance_figures(counted, reader.plain_loads(sample, number))
             yield counted, figures | {PAIRS: reader.million_pairs(documents, number)}
             sample += number * reader.layout.samples_per_micro_batch

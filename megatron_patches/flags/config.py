@@ -189,6 +189,7 @@ class DistcaConfig:
         head_parallel: neighbouring data-parallel ranks that share heads, and are one server.
         token_pairs: visible pairs that take as long as a token's linear layers, by which pools are
             balanced; None: those of equally many operations.
+        memory_gb: most GB of a GPU that a step may need, with server pools; None: those it has.
     """
 
     enabled: bool = False
@@ -208,6 +209,7 @@ class DistcaConfig:
     wide_documents: int | None = None
     head_parallel: int = 1
     token_pairs: float | None = None
+    memory_gb: float | None = None
 
     @property
     def shares_tokens_unevenly(self) -> tuple[str, str] | None:
@@ -280,6 +282,7 @@ class DistcaConfig:
             wide_documents=args.distca_wide_documents,
             head_parallel=args.distca_head_parallel_size,
             token_pairs=args.distca_token_pairs,
+            memory_gb=args.distca_memory_gb,
         )
 
     def execution_options(self, chunks: int) -> ExecutionOptions:

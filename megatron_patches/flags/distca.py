@@ -234,6 +234,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "operations.",
     )
     group.add_argument(
+        "--distca-memory-gb",
+        type=float,
+        default=None,
+        metavar="GB",
+        help="With --distca-pool-size: most memory of a GPU that a training step may need, by the "
+        "memory model of `distca simulate`. Micro-batches become more and smaller where one would "
+        "need more. Default: the memory of the smallest GPU; without GPUs, no limit.",
+    )
+    group.add_argument(
         "--distca-trace",
         type=Path,
         default=None,

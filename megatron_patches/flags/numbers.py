@@ -137,7 +137,7 @@ RANGES = {
         activation-func-clamp-value mup-width-mult mup-embedding-mult mup-output-mult
         mup-base-head-dim muon-extra-scale-factor moe-router-topk-scaling-factor
         moe-expert-rank-capacity-factor fault-injector-mtti-seconds distca-node-gb-per-s
-        distca-network-gb-per-s distca-server-speeds distca-token-pairs
+        distca-network-gb-per-s distca-server-speeds distca-token-pairs distca-memory-gb
     """,
     Range(-_LARGEST, _LARGEST): "glu-linear-offset mup-attn-scale-power moe-router-force-biased",
     Range(1, float(_INT32)): "loss-scale-window",

@@ -31,6 +31,7 @@ def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
         for name, value in (
             ("token-pairs", config.token_pairs),
             ("wide-documents", config.wide_documents),
+            ("memory-gb", config.memory_gb),
         ):
             if value is not None:
                 raise ValueError(

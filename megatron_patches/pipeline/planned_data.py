@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from distca.schedule import GlobalBatchPlanner, PlannerProcess
+from distca.schedule import GlobalBatchPlanner, MemoryBound, PlannerProcess
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.batches.resuming import documents_cross_windows, warn_of_cuts
@@ -19,6 +21,7 @@ from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import PlannerConfig
+from megatron_patches.flags.step_memory import step_memory
 from megatron_patches.pipeline.data_iterators import TRAIN
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.pipeline.servers import Servers, find_servers
@@ -40,6 +43,7 @@ class PlannedData:
         evaluated: number of micro-batches of a global batch of an evaluation.
         fused_rotary: as for `MicroBatch.to`.
         cuts_at_windows: as for `PlannedReader`.
+        bound: bound of a training step's memory, with server pools; None: there is none.
     """
 
     planning: PlannerConfig
@@ -51,6 +55,7 @@ class PlannedData:
     evaluated: int
     fused_rotary: bool
     cuts_at_windows: bool = True
+    bound: MemoryBound | None = None
 
     @staticmethod
     def start(
@@ -99,10 +104,15 @@ class PlannedData:
             evaluated=batches.evaluated // windows.samples_per_micro_batch,
             fused_rotary=args.apply_rope_fusion,
             cuts_at_windows=not documents_cross_windows(config, args),
+            bound=_memory_bound(config, args, planning, device),
         )
 
     def reader(self, stream: TokenStream, forward_only: bool) -> PlannedReader:
-        """Makes the reader of a split's micro-batches, with their planner."""
+        """Makes the reader of a split's micro-batches, with their planner.
+
+        Raises:
+            ValueError: a document of the training split needs more memory than a GPU may fill.
+        """
         planning, pipeline = self.planning, self.servers.layout
         planner = GlobalBatchPlanner(
             pipeline.servers,
@@ -113,6 +123,12 @@ class PlannedData:
             linear_work=planning.linear_work,
             row_multiple=planning.sequence_shards * planning.head_parallel,
         )
+        bound = None if forward_only else self.bound
+        if bound is not None:
+            lengths = np.diff(stream.offsets)
+            if self.cuts_at_windows:
+                lengths = np.minimum(lengths, self.windows.window_tokens)
+            bound.check(planner, lengths)
         return PlannedReader(
             stream,
             self.windows,
@@ -120,6 +136,7 @@ class PlannedData:
             planning.sequence_shards,
             planning.head_parallel,
             self.cuts_at_windows,
+            bound,
         )
 
     def maker(self, stream: TokenStream, forward_only: bool) -> TickMaker:
@@ -149,3 +166,25 @@ class PlannedData:
     def close(self) -> None:
         """Frees what the transport holds; no tick may follow."""
         self.runtime.core_attention.transport.close()
+
+
+def _memory_bound(
+    config: DistcaConfig, args: Namespace, planning: PlannerConfig, device: torch.device
+) -> MemoryBound | None:
+    """Returns the bound of a training step's memory, the same on all ranks. Collective.
+
+    Without pools micro-batches are equal, and their number is given.
+    """
+    if config.pool_size is None:
+        return None
+    step = step_memory(config, args, planning.schedule.shape, planning.layer_groups)
+    if config.memory_gb is not None:
+        flag = f"--distca-memory-gb {config.memory_gb:g}"
+        return MemoryBound(1e9 * config.memory_gb, step, flag)
+    if device.type != "cuda":
+        return None
+    # What torch holds and what nobody does: the rest is of CUDA, NCCL and other processes.
+    free, _ = torch.cuda.mem_get_info(device)
+    smallest = torch.tensor(free + torch.cuda.memory_reserved(device), device=device)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return MemoryBound(float(smallest.item()), step, "a GPU")

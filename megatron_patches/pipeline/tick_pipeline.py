@@ -267,8 +267,10 @@ class _GlobalBatch:
         self._inputs: dict[Work, torch.Tensor | None] = {}
         self._awaiting_backward: dict[Work, tuple[Any, torch.Tensor, MicroBatch]] = {}
         self._gradients: dict[Work, torch.Tensor | None] = {}
-        # Backward passes of each chunk that are still to come.
-        self._backward_passes_left = [asked.micro_batches] * len(chunks)
+        # Micro-batches of the plans, perhaps more than the loop asks for; backward passes of each
+        # chunk that are still to come.
+        self._micro_batches = asked.micro_batches
+        self._backward_passes_left: list[int] = []
         parameter = next(chunks[0].parameters())
         self._tokens = torch.zeros([], dtype=torch.int, device=parameter.device)
         self._activation = torch.empty(0, dtype=config.params_dtype, device=parameter.device)
@@ -282,12 +284,14 @@ class _GlobalBatch:
         self._progress.transport = self._runtime.core_attention.transport
         self._progress.enter("the wait for its plan")
         for number, tick_input in enumerate(self._runtime.global_batch(ticks)):
-            found = tick_input.schedule.micro_batches
-            if found != self._asked.micro_batches:
+            if tick_input.asked != self._asked.micro_batches:
                 raise ValueError(
-                    f"the data come in global batches of {found} micro-batches, but the loop asks "
-                    f"for {self._asked.micro_batches}"
+                    f"the data come in global batches of {tick_input.asked} micro-batches, but the "
+                    f"loop asks for {self._asked.micro_batches}"
                 )
+            if number == 0:
+                self._micro_batches = tick_input.schedule.micro_batches
+                self._backward_passes_left = [self._micro_batches] * len(self._chunks)
             evaluates = "evaluation, " if self._asked.forward_only else ""
             self._progress.enter(f"{evaluates}{tick_input.tick.direction} pass of tick {number}")
             self._trace.labels = {"tick": number} | self._label(tick_input)
@@ -363,7 +367,7 @@ class _GlobalBatch:
             asked.forward_step,
             iter([tick_input.micro_batch]),
             self._chunks[work.chunk],
-            asked.micro_batches,
+            self._micro_batches,
             input_tensor,
             self.reports,
             self._config,

@@ -71,7 +71,7 @@ def test_the_log_adds_up_what_a_rank_computes_of_all_micro_batches() -> None:
     plain = batches.plain_loads(2, 3)
     assert plain.tolist() == [[6 + 1, 10], [10, 10], [10, 3 + 3]]
     nothing = PlannedGlobalBatch(tick_schedule(3, 1), planner.servers, (), ())
-    counted = CountedGlobalBatch(nothing, (), CoreAttentionMemory(), ())
+    counted = CountedGlobalBatch(nothing, (), CoreAttentionMemory(), (), 3)
     assert balance_figures(counted, plain)["load max/mean before"] == 27 / 26.5
     two_windows = PlannedReader(stream, WindowLayout(0, 2, 4, 2), planner, 1)
     assert two_windows.plain_loads(2, 1).tolist() == [[17, 20]]

@@ -87,6 +87,7 @@ class StepsDone:
         bytes_planned: the same as the plans predict them.
         place: (tensor-parallel rank, data-parallel rank).
         serves_only: it is a dedicated server, which has no losses and no gradients.
+        micro_batches: those of the plans of the first step, with `--distca`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -96,6 +97,7 @@ class StepsDone:
     bytes_planned: dict[str, int] = field(default_factory=dict)
     place: tuple[int, int] = (0, 0)
     serves_only: bool = False
+    micro_batches: int | None = None
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -220,6 +222,8 @@ def train(
         counted = dict(transport.bytes_sent) | ({} if heads is None else heads.bytes_sent)
         done.bytes_counted = {phase: n for phase, n in counted.items() if n}
         done.bytes_planned = bytes_planned(args, made, steps)
+        asked = args.global_batch_size // made.reader.layout.samples_per_micro_batch
+        done.micro_batches = next(global_batch(made, 0, asked)).schedule.micro_batches
     dist.barrier()
 
     forget_megatron()

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from distca.schedule import BALANCING, SCHEDULERS
-from support.models import StepsDone, starts_of_micro_batches, train, train_all
+from support.models import (
+    StepsDone,
+    forget_megatron,
+    starts_of_micro_batches,
+    train,
+    train_all,
+)
 from support.parity import NANO_BATCHES, RECOMPUTE, WHOLE, check_gradients
 from support.selected import alternating, of_all, pairwise
 
@@ -256,6 +262,52 @@ def test_documents_longer_than_a_micro_batch(ranks, extra: str) -> None:
         assert rank.losses == pytest.approx(expected.losses, rel=3e-6)
         assert rank.bytes_counted == rank.bytes_planned
     check_gradients(found, expected, extra)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "extra", "gigabytes"),
+    [
+        (2, "--distca-pool-size 2", 0.0062),
+        (4, "--distca-pool-size 2 --micro-batch-size 2 --recompute-activations", 0.0065),
+        (4, "--distca-pool-size 1 --pipeline-model-parallel-size 2", 0.0087),
+        (4, "--distca-pool-size 4 --distca-head-parallel-size 2 --no-distca-ping-pong", 0.0036),
+    ],
+)
+def test_memory_makes_more_micro_batches(
+    ranks, world_size: int, extra: str, gigabytes: float
+) -> None:
+    """Losses and gradients are plain Megatron's, whatever their number is."""
+    steps, parts = 2, world_size // (2 if "pipeline" in extra else 1)
+    lengths = many_documents(steps * 4 * 1024)
+    flags = ["--seq-length", str(1024 // parts), "--global-batch-size", str(4 * parts)]
+    flags += [*GROUPS[2], "--distca", "--distca-memory-gb", str(gigabytes), *extra.split()]
+    found = ranks.run(train, flags, lengths, steps, world_size=world_size)
+    expected = reference_of_many(ranks, steps)
+    for rank in found:
+        assert rank.micro_batches is not None
+        assert rank.micro_batches > (2 if "micro-batch-size" in extra else 4)
+        assert rank.losses == pytest.approx(expected.losses, rel=3e-6)
+        assert rank.bytes_counted == rank.bytes_planned
+    check_gradients(found, expected, extra)
+
+
+def test_a_document_that_memory_does_not_hold(ranks) -> None:
+    """The run ends before its first step, on all ranks."""
+    flags = "--seq-length 256 --global-batch-size 16 --distca --distca-pool-size 2".split()
+    flags += ["--distca-memory-gb", "0.002"]
+    message = ranks.run(refusal, flags, many_documents(4096), world_size=4)
+    assert len(set(message)) == 1
+    assert "the longest document, of 500 tokens, needs 0.0 GB" in message[0]
+
+
+def refusal(flags: list[str], lengths: list[int]) -> str:
+    try:
+        train(flags, lengths, 1)
+    except ValueError as error:
+        return str(error)
+    finally:
+        forget_megatron()
+    return "none"
 
 
 def many_documents(tokens: int) -> list[int]:

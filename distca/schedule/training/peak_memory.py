@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +17,26 @@ from distca.cost.memory import HEADROOM, CoreAttentionMemory
 from distca.cost.plan_memory import PlanMemory
 from distca.cost.training_memory import MemoryCosts
 from distca.cost.volume import AttentionShape, BackwardInputs
-from distca.plan.span import Floats
+from distca.plan.span import Floats, Int64s
 from distca.schedule.training.planned_batch import PlannedGlobalBatch, PlannedTick
+from distca.schedule.training.tick_schedule import TickSchedule
 
 MemoryOfTick = Callable[[PlannedTick], Sequence[PlanMemory]]
 """Memory of the plans of a tick, mask by mask, each ping then pong."""
+
+
+class _TickBytes(NamedTuple):
+    """What a tick adds to the memory of each server, `[servers]`.
+
+    Attributes:
+        tokens: tokens of a rank's micro-batch.
+        kept: bytes that are kept for the backward pass beside activations.
+        kernels: bytes that kernels allocate.
+    """
+
+    tokens: Floats
+    kept: Int64s | Floats
+    kernels: Int64s
 
 
 @dataclass(frozen=True)
@@ -51,30 +67,63 @@ class StepMemory:
             planned: ticks and plans of a global batch.
             memory_of: memory of a tick's plans; None: it is worked out here.
         """
-        costs, schedule, masks = self.costs, planned.schedule, planned.masks
+        masks, count = planned.masks, planned.ticks[0].plans[0].world_size
         memory_of = memory_of or self._memory_of_ticks()
-        servers, count = planned.servers, planned.ticks[0].plans[0].world_size
+        layers = self._layers_of_a_chunk(planned.schedule)
+        buffers, nano_batches, ticks = CoreAttentionMemory(), 1, []
+        for planned_tick in planned.ticks:
+            of_plans = list(memory_of(planned_tick))
+            # Each nano-batch has the same tokens with all masks.
+            alike = masks.select(of_plans, 0)
+            nano_batches = len(alike)
+            kept = layers * np.sum([each.borrowed_bytes for each in alike], axis=0)
+            if self.backward == "keep":
+                kept = kept + _received(planned, of_plans, layers)
+            kernels = np.zeros(count, dtype=np.int64)
+            if planned_tick.tick.direction == "backward":
+                kernels = np.stack([each.kernel_memory for each in of_plans]).max(axis=0)
+            for each in of_plans:
+                buffers = buffers.union(each.memory)
+            tokens = np.sum([each.own_tokens for each in alike], axis=0) / self.head_parallel
+            ticks.append(_TickBytes(tokens, kept, kernels))
+        # Row indices of all masks are there at once.
+        buffers = replace(buffers, indices=len(masks.masks) * buffers.indices)
+        reserved = buffers.with_headroom(HEADROOM).total(nano_batches)
+        return self._peak_of(planned.schedule, planned.servers, ticks) + reserved
+
+    def least(self, schedule: TickSchedule, servers: Int64s, tokens: Int64s) -> float:
+        """Returns bytes that the GPU which needs most needs at least, whatever the plans are.
+
+        Args:
+            schedule: ticks of a global batch.
+            servers: number of each data-parallel rank of each stage among the servers,
+                `[stages, data-parallel ranks]`.
+            tokens: tokens of each micro-batch on each of these, `[micro-batches, ranks]`.
+        """
+        ticks, nothing = [], np.zeros(servers.size, dtype=np.int64)
+        for tick in schedule.ticks:
+            own = np.zeros(servers.size)
+            for members, work in zip(servers, tick.work, strict=True):
+                if work is not None:
+                    own[members] = tokens[work.micro_batch] / self.head_parallel
+            ticks.append(_TickBytes(own, nothing, nothing))
+        return float(self._peak_of(schedule, servers, ticks).max())
+
+    def _layers_of_a_chunk(self, schedule: TickSchedule) -> int:
+        return self.costs.model.layers // (schedule.stages * schedule.chunks)
+
+    def _peak_of(
+        self, schedule: TickSchedule, servers: Int64s, ticks: Sequence[_TickBytes]
+    ) -> Floats:
+        """Returns the peak bytes of each server's GPUs without buffers, `[servers]`."""
+        costs, count = self.costs, len(ticks[0].tokens)
         dedicated = np.setdiff1d(np.arange(count), servers)
-        layers = costs.model.layers // (schedule.stages * schedule.chunks)
-        per_token = layers * costs.activation_bytes()
+        per_token = self._layers_of_a_chunk(schedule) * costs.activation_bytes()
         kept_logits = costs.kept_logit_bytes()
         new_logits = costs.logit_bytes() - kept_logits
         kept: dict[tuple[int, int, int], Floats] = {}
         now, most = np.zeros(count), np.zeros(count)
-        buffers = CoreAttentionMemory()
-        nano_batches = 1
-        for planned_tick in planned.ticks:
-            tick, of_plans = planned_tick.tick, list(memory_of(planned_tick))
-            # Each nano-batch has the same tokens with all masks.
-            alike = masks.select(of_plans, 0)
-            nano_batches = len(alike)
-            tokens = np.sum([each.own_tokens for each in alike], axis=0) / self.head_parallel
-            borrowed = layers * np.sum([each.borrowed_bytes for each in alike], axis=0)
-            for each in of_plans:
-                buffers = buffers.union(each.memory)
-            kernels = np.zeros(count, dtype=np.int64)
-            if tick.direction == "backward":
-                kernels = np.stack([each.kernel_memory for each in of_plans]).max(axis=0)
+        for tick, (tokens, more_kept, kernels) in zip(schedule.ticks, ticks, strict=True):
             most[dedicated] = np.maximum(most[dedicated], kernels[dedicated])
             for stage, work in enumerate(tick.work):
                 members = servers[stage]
@@ -85,9 +134,7 @@ class StepMemory:
                 last = stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1
                 if tick.direction == "forward":
                     kept[key] = (per_token + last * kept_logits) * tokens[members]
-                    kept[key] += borrowed[members]
-                    if self.backward == "keep":
-                        kept[key] += _received(planned, of_plans, layers)[members]
+                    kept[key] += more_kept[members]
                     now[members] += kept[key]
                 # A backward pass adds the gradients of logits, which have 16 bits, too; its kernels
                 # run when there are no logits any more.
@@ -99,14 +146,9 @@ class StepMemory:
                 most[members] = np.maximum(most[members], peak)
                 if tick.direction == "backward":
                     now[members] -= kept.pop(key)
-        state = np.zeros(count)
         for members, nbytes in zip(servers, self.state_bytes(*servers.shape), strict=True):
-            state[members] = nbytes
-        # Row indices of all masks are there at once.
-        buffers = replace(buffers, indices=len(masks.masks) * buffers.indices)
-        reserved = buffers.with_headroom(HEADROOM).total(nano_batches)
-        result: Floats = most + state + reserved
-        return result
+            most[members] += nbytes
+        return most
 
     def _memory_of_ticks(self) -> MemoryOfTick:
         """Returns a function that works out the memory of ticks; those that share plans, once."""

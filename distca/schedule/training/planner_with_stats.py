@@ -10,6 +10,7 @@ import numpy as np
 from distca.cost.volume import BackwardInputs
 from distca.schedule.program import Pass
 from distca.schedule.training.global_batch import GlobalBatchPlanner
+from distca.schedule.training.memory_bound import MemoryBound
 from distca.schedule.training.planned_batch import CountedGlobalBatch, Documents
 
 
@@ -22,17 +23,23 @@ class PlannerWithStats:
         calls: calls of core attention in a tick of each direction with each mask, by pass.
         backward: how the backward pass gets its inputs.
         head_parallel: ranks of a server, which share heads.
+        bound: bound of a step's memory, with server pools; None: there is none.
     """
 
     planner: GlobalBatchPlanner
     calls: Mapping[Pass, Sequence[Mapping[Pass, int]]]
     backward: BackwardInputs
     head_parallel: int = 1
+    bound: MemoryBound | None = None
 
     def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
         """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
         shape, ranks = self.planner.config.shape, self.head_parallel
-        batch, counts = self.planner.plan(incoming), self.planner.masks.counts()
+        counts, peak = self.planner.masks.counts(), None
+        if self.bound is None:
+            batch = self.planner.plan(incoming)
+        else:
+            batch, peak = self.bound.plan(self.planner, incoming)
         return CountedGlobalBatch(
             batch,
             tuple(
@@ -48,4 +55,6 @@ class PlannerWithStats:
                     plans, np.repeat(counts, len(plans) // len(counts)), strict=True
                 )
             ),
+            sum(each.micro_batches for each in incoming),
+            peak,
         )

@@ -109,6 +109,8 @@ def test_windows_on_some_layers() -> None:
         ("--distca --distca-pool-size 3", "must divide the"),
         ("--distca --distca-token-pairs 900", "is for server pools: add --distca-pool-size"),
         ("--distca --distca-wide-documents 9", "is for server pools: add --distca-pool-size"),
+        ("--distca --distca-memory-gb 9", "is for server pools: add --distca-pool-size"),
+        ("--distca --distca-pool-size 1 --distca-memory-gb 0", "--distca-memory-gb 0.0 is out of"),
         (
             "--distca --distca-pool-size 1 --distca-wide-documents 9 "
             "--pipeline-model-parallel-size 2",
