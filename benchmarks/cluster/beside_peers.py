@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.sources import ROOT
+from distca.commands.simulate_report import PARTS
 from distca.commands.verdict import TITLES
 from distca.cost.model_sizes import MODELS
 from distca.progress import progress
@@ -35,6 +36,9 @@ from distca.simulate import DISTCA_SYSTEMS, Candidate
 OURS = "tiles"
 _AS_FAST = 1 - 1e-6
 """Ratio from which on DistCA counts as equally fast: sums are rounded."""
+_LITTLE, _A_SHARE = 1.01, 0.0005
+"""Ratio below which the page says what DistCA takes more time for than the peer, and the least
+share of an iteration that it says."""
 EQUAL = "fixed"
 """Distribution of documents that are all as long: nothing is to be balanced."""
 
@@ -145,8 +149,9 @@ def run(job: Job) -> dict[str, Any]:
 
     Returns:
         `ratio`, `low` and `high` of DistCA's speed over the fastest peer's; `peer` and both
-        `configurations`; `fits`, whether DistCA and whether any peer fits in memory. NaN and empty
-        where one does not.
+        `configurations`; `fits`, whether DistCA and whether any peer fits in memory; `more`, the
+        two parts of an iteration for which DistCA takes most more time than the peer, with the
+        difference as a share of the peer's iteration. NaN and empty where one does not.
 
     Raises:
         CalledProcessError: the command failed.
@@ -168,7 +173,25 @@ def run(job: Job) -> dict[str, Any]:
             "" if row is None or not row["candidate"] else _sizes(row) for row in (ours, peer)
         ],
         "fits": [bool(ours["candidate"]), peer is not None],
+        "more": _more(ours, peer) if over else {},
     }
+
+
+def _more(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the parts for which DistCA takes most more time, as shares of the peer's iteration,
+    falling."""
+    mine, theirs = ours["seconds_by_part"], peer["seconds_by_part"]
+    more = {part: (mine[part] - theirs[part]) / sum(theirs.values()) for part in PARTS}
+    return {part: more[part] for part in sorted(more, key=lambda each: -more[each])[:2]}
+
+
+def _terms(each: Mapping[str, Any]) -> str:
+    """Says what DistCA takes more time for, where it gains little."""
+    if not each["ratio"] < _LITTLE:
+        return ""
+    return "; ".join(
+        f"{PARTS[part]} +{share:.1%}" for part, share in each["more"].items() if share >= _A_SHARE
+    )
 
 
 def _sizes(row: Mapping[str, Any]) -> str:
@@ -193,7 +216,9 @@ def page(jobs: Sequence[Job], found: Mapping[str, Mapping[str, Any]], command: s
         "Simulated, not measured. Peers are plain Megatron, its four kinds of context parallelism, "
         "hybrid context parallelism and ideal WLB-LLM, which Megatron does not have. Each system "
         "has its best configuration that fits in memory. A ratio is DistCA's speed over the "
-        "fastest peer's: the mean over the batches, and its 95% confidence interval.",
+        "fastest peer's: the mean over the batches, and its 95% confidence interval. Where it is "
+        f"below {_LITTLE}, the last column has up to two parts of an iteration for which DistCA "
+        "takes more time, as shares of the peer's iteration (first batch).",
         "",
         f"{len(ran)} jobs. In {len(both)} both fit in memory; DistCA alone fits in {alone}, a peer "
         f"alone in {lacking}, and neither in {neither}.",
@@ -207,6 +232,7 @@ def page(jobs: Sequence[Job], found: Mapping[str, Mapping[str, Any]], command: s
         ]
     head = ["model", "documents", "context", "sequences", "GPUs", "cluster", "flags"]
     head += ["ratio", "batches", "fastest peer", "its configuration", "DistCA's"]
+    head += ["DistCA takes more for"]
     rows = []
     for job, each in sorted(ran, key=lambda pair: _order(pair[1])):
         ratio = f"{each['ratio']:.3f} ({each['low']:.3f} to {each['high']:.3f})"
@@ -219,7 +245,7 @@ def page(jobs: Sequence[Job], found: Mapping[str, Mapping[str, Any]], command: s
             [
                 *(job.model, job.documents, f"{job.context // 1024}K", job.sequences, job.gpus),
                 *(job.cluster, " ".join(job.more), ratio, each["batches"], each["peer"]),
-                *(theirs, ours),
+                *(theirs, ours, _terms(each)),
             ]
         )
     return "\n".join([*lines, "", pages.table(head, rows)])

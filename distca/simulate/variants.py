@@ -17,9 +17,11 @@ _CHAINS = (2, 4)
 """Lengths of the chains of micro-batches that are tried."""
 _BUFFERS = (4.0, 3.0, 2.5, 2.0)
 """Bounds of what a server receives that are tried: times the bytes of the rows that it owns."""
-_UNEVEN, _MOST_UNEVEN = 1.2, 2
-"""Step between numbers of micro-batches smaller than a sequence, and their bound, for each sequence
-of a global batch."""
+_UNEVEN = 1.2
+"""Step between numbers of micro-batches smaller than a sequence."""
+_MOST_UNEVEN, _MOST_PARTS = 2, 16
+"""Bounds of these numbers for each sequence of a global batch: of micro-batches, and of what ranks
+have of one. Few ranks may have more micro-batches, of which each has as many documents."""
 _OTHER_NUMBERS, _NEAR_NUMBERS = (0.5, 0.7, 1.4), (0.85, 0.92, 1.15)
 """Numbers of micro-batches of server pools that are tried, times the number of the fastest; and
 then of the fastest of these."""
@@ -39,19 +41,24 @@ def with_uneven_micro_batches(candidate: Candidate, workload: Workload) -> list[
     the largest first.
 
     Only server pools have them, be it one pool of all ranks: their micro-batches differ in tokens.
-    A document that is longer has one alone, so that the longest decides what fits. Pipelines have
-    chains of micro-batches instead.
+    A document that is longer has one alone, so that the longest decides what fits.
     """
     least = max(candidate.micro_batches, workload.sequences)
     size = candidate.pool_size or candidate.data
-    if candidate.system != "tiles" or candidate.stages > 1:
+    if candidate.system != "tiles" or candidate.chain > 1:
         return []
     if candidate.micro_batches < workload.sequences:
         return []
-    numbers, most = [], _MOST_UNEVEN * workload.sequences
+    numbers, most = [], _most_micro_batches(candidate, workload)
     while (least := max(math.ceil(_UNEVEN * least), least + 1)) <= most:
         numbers.append(least)
     return [replace(candidate, micro_batches=n, pool_size=size) for n in numbers]
+
+
+def _most_micro_batches(candidate: Candidate, workload: Workload) -> int:
+    """Returns the most micro-batches of server pools that are tried."""
+    times = max(_MOST_UNEVEN, _MOST_PARTS // candidate.data)
+    return max(times * workload.sequences, candidate.micro_batches)
 
 
 def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
@@ -252,8 +259,7 @@ def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Ca
     A pool with short documents alone has more tokens than the mean.
     """
     more = 2 * candidate.micro_batches
-    most = max(_MOST_UNEVEN * workload.sequences, candidate.micro_batches)
-    if candidate.pool_size is None or more > most:
+    if candidate.pool_size is None or more > _most_micro_batches(candidate, workload):
         return []
     return [replace(candidate, micro_batches=more)]
 
@@ -293,11 +299,11 @@ def with_other_micro_batches(
     if candidate.pool_size is None:
         return []
     numbers = {max(round(each * candidate.micro_batches), 1) for each in times}
-    most = _MOST_UNEVEN * workload.sequences
+    most = max(_most_micro_batches(candidate, workload), candidate.stages)
     return [
         replace(candidate, micro_batches=n)
         for n in sorted(numbers)
-        if n != candidate.micro_batches and candidate.stages <= n <= max(most, candidate.stages)
+        if n != candidate.micro_batches and candidate.stages <= n <= most
     ]
 
 
@@ -310,8 +316,8 @@ def with_near_micro_batches(candidate: Candidate, workload: Workload) -> list[Ca
 def last_resorts(
     failed: Sequence[Candidate], workload: Workload, last_tolerance: float | None
 ) -> list[Candidate]:
-    """Returns configurations for a workload in which none fits: with another tolerance, and with
-    smaller buffers, which cost time.
+    """Returns configurations for a workload in which none fits: with another tolerance, with
+    smaller buffers and in chains, which cost time.
 
     Args:
         failed: configurations that do not fit, those first that need least memory.
@@ -334,7 +340,14 @@ def last_resorts(
     ]
     tolerances = dict.fromkeys((None, last_tolerance))
     tolerant = [replace(each, tolerance=t) for each in plain for t in tolerances]
-    return tolerant + [o for each in tolerant for o in with_smaller_buffers(each, workload)]
+    smaller = [o for each in tolerant for o in with_smaller_buffers(each, workload)]
+    chains = [o for each in plain for o in with_chains(each, workload)]
+    return [
+        *tolerant,
+        *smaller,
+        *chains,
+        *(o for each in chains for o in with_fewer_in_flight(each)),
+    ]
 
 
 def only_divides_further(candidate: Candidate, other: Candidate) -> bool:

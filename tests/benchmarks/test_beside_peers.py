@@ -10,12 +10,14 @@ from benchmarks.cluster.beside_peers import NAMED, Job, drawn, page, run
 
 FITS = {"ratio": 1.2, "low": 1.1, "high": 1.3, "batches": 4, "peer": "WLB-LLM"}
 FITS |= {"configurations": ["ours", "theirs"], "fits": [True, True]}
+FITS |= {"more": {"launches": 0.021, "waiting": -0.01}}
 ALONE = {
     **FITS,
     "ratio": math.nan,
     "peer": "",
     "configurations": ["ours", ""],
     "fits": [True, False],
+    "more": {},
 }
 
 
@@ -38,7 +40,9 @@ def test_the_page_counts_what_fits_and_what_is_behind() -> None:
     assert f"geometric mean is {math.sqrt(1.2 * 0.9):.3f}, the least 0.900" in text
     rows = [line for line in text.splitlines() if line.startswith("| llama")]
     assert "0.900 (" in rows[0]
+    assert rows[0].endswith("| launches, half-filled waves +2.1% |")
     assert "1.200 (" in rows[1]
+    assert "half-filled" not in rows[1]
     assert "DistCA alone fits" in rows[2]
 
 
@@ -49,3 +53,4 @@ def test_a_job_runs(documents: str) -> None:
     assert found["batches"] == 2
     assert 0.9 < found["low"] <= found["ratio"] <= found["high"] < 2
     assert all(found["configurations"])
+    assert len(found["more"]) == 2
