@@ -173,7 +173,7 @@ def run(job: Job) -> dict[str, Any]:
             "" if row is None or not row["candidate"] else _sizes(row) for row in (ours, peer)
         ],
         "fits": [bool(ours["candidate"]), peer is not None],
-        "more": _more(ours, peer) if over else {},
+        "more": _more(ours, peer) if over and peer is not None else {},
     }
 
 
