@@ -120,7 +120,8 @@ def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
     chain lies on all ranks, and in no server pool.
     """
     tokens = workload.sequences * workload.context // candidate.micro_batches // candidate.data
-    if candidate.stages == 1 or candidate.chain > 1 or candidate.pool_size is not None:
+    alone = candidate.stages == 1 or candidate.pool_size is not None
+    if candidate.system not in DISTCA_SYSTEMS or alone or candidate.chain > 1:
         return []
     return [
         replace(
