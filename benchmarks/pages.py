@@ -29,7 +29,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], rule: str = "--
 
 
 def typed(script: str, launcher: str = "python") -> str:
-    """Returns the command of this process as a user types it, with DIR for folders.
+    """Returns the command of this process as a user types it, with DIR for folders, and "DIR ..."
+    for those of earlier runs.
 
     Args:
         script: path of the script in the repository.
@@ -41,6 +42,10 @@ def typed(script: str, launcher: str = "python") -> str:
             words[at + 1] = "DIR"
         elif word.startswith(("--output=", "--published=")):
             words[at] = f"{word.partition('=')[0]}=DIR"
+    if "--earlier" in words:
+        at = words.index("--earlier") + 1
+        others = (n for n, word in enumerate(words) if n > at and word.startswith("--"))
+        words[at : next(others, len(words))] = ["DIR", "..."]
     return " ".join([launcher, script, shlex.join(words)]).rstrip()
 
 

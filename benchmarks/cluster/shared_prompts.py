@@ -27,9 +27,10 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from distca.commands.simulate_rollouts import SYSTEMS, Row, compare, spent
 from distca.cost.model_sizes import MODELS
+from distca.plan.span import Int64s
 from distca.progress import track
 from distca.simulate import CLUSTERS, Breakdown, Workload
-from distca.simulate.rollouts import draw_groups, one_by_one
+from distca.simulate.rollouts import Group, draw_groups, layouts, least_memory, one_by_one
 
 MODEL, CLUSTER = "llama-8b", "dgx-h200"
 SIZES = (
@@ -42,15 +43,23 @@ SIZES = (
 )
 """Tokens of a prompt, responses to it, and tokens of a response, on average."""
 GROUPS, SPREAD, TOLERANCE = 32, 0.5, 0.05
+TENSOR_SIZES = (1, 2, 4, 8)
+
+
+def _job(
+    size: tuple[int, int, int], gpus: int
+) -> tuple[list[list[Group]], Workload, list[list[Int64s]]]:
+    """Returns the groups of a global batch, the job, and the sequences of rollouts one by one."""
+    batches = [draw_groups(*size, GROUPS, SPREAD)]
+    context, packed = one_by_one(batches, gpus)
+    workload = Workload(MODELS[MODEL], CLUSTERS[CLUSTER], gpus, context, len(packed[0]), TOLERANCE)
+    return batches, workload, packed
 
 
 def simulate(size: tuple[int, int, int], gpus: int, systems: Sequence[str]) -> list[Row]:
     """Simulates a global batch in all ways."""
-    prompt, responses, response = size
-    batches = [draw_groups(prompt, responses, response, GROUPS, SPREAD)]
-    context, packed = one_by_one(batches, gpus)
-    workload = Workload(MODELS[MODEL], CLUSTERS[CLUSTER], gpus, context, len(packed[0]), TOLERANCE)
-    return compare(batches, workload, packed, [1, 2, 4, 8], systems)
+    batches, workload, packed = _job(size, gpus)
+    return compare(batches, workload, packed, TENSOR_SIZES, systems)
 
 
 def line(size: tuple[int, int, int], gpus: int, rows: Sequence[Row]) -> list[str]:
@@ -61,7 +70,7 @@ def line(size: tuple[int, int, int], gpus: int, rows: Sequence[Row]) -> list[str
     apart = [row for row in rows if row.title.startswith("one by one")]
     found = [f"{prompt // 1024}K x {responses} x {response // 1024}K", str(gpus)]
     if not ours:
-        return [*found, "fits in no layout", *[""] * 4]
+        return [*found, *_without_room(size, gpus, rows)]
     (row,) = ours
     seconds, parts = row.seconds[0], row.parts
     assert parts is not None
@@ -77,6 +86,29 @@ def line(size: tuple[int, int, int], gpus: int, rows: Sequence[Row]) -> list[str
         f"{(parts.linear + parts.attention) / seconds:.2f}",
         spent(parts),
     ]
+
+
+def _without_room(size: tuple[int, int, int], gpus: int, rows: Sequence[Row]) -> list[str]:
+    """Formats what the page has where no layout of trees over all ranks fits in memory."""
+    _, workload, _ = _job(size, gpus)
+    needed = least_gb(size, gpus)
+    apart = [row for row in rows if row.title.startswith("one by one")]
+    peer = "none fits"
+    if apart:
+        name = apart[0].title.partition(": ")[2]
+        peer = f"none; they take {apart[0].seconds[0]:.2f} s ({name})"
+    reason = (
+        f"none fits: the micro-batch of the largest tree needs at least {needed:.0f} GB of a GPU, "
+        f"which has {workload.cluster.usable_bytes / 1e9:.0f}"
+    )
+    return [reason, peer, "none fits", "", ""]
+
+
+def least_gb(size: tuple[int, int, int], gpus: int) -> float:
+    """Returns the memory that trees over all ranks need at least in their smallest layout."""
+    batches, workload, _ = _job(size, gpus)
+    tried = layouts(GROUPS, workload, TENSOR_SIZES)
+    return min(least_memory(batches[0], workload, each) for each in tried) / 1e9
 
 
 def page(found: Sequence[tuple[tuple[int, int, int], int, list[Row]]], command: str) -> str:

@@ -203,7 +203,9 @@ def layouts(groups: int, workload: Workload, tensor: Sequence[int]) -> list[Tree
 def least_memory(groups: Sequence[Group], workload: Workload, layout: TreeLayout) -> float:
     """Returns bytes that a GPU needs at least: without buffers, and with equal shares."""
     costs, ranks = workload.costs(layout.tensor), workload.gpus // layout.tensor
-    tokens = sum(group.tokens for group in groups) / layout.micro_batches / ranks
+    mean = sum(group.tokens for group in groups) / layout.micro_batches / ranks
+    largest = max(group.tokens for group in groups) / (layout.ranks_of_tree or ranks)
+    tokens = max(mean, largest)
     kept = tokens * workload.model.layers * costs.activation_bytes()
     return kept + costs.state_bytes(0, 1, ranks)
 

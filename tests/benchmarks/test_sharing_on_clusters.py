@@ -7,7 +7,7 @@ import sys
 from unittest.mock import patch
 
 from benchmarks.cluster import shared_prompts
-from benchmarks.cluster.shared_prompts import line
+from benchmarks.cluster.shared_prompts import Row, least_gb, line
 
 
 def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
@@ -35,7 +35,16 @@ def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
         shared_prompts.main()
     page = (tmp_path / "again" / "shared_prompts.md").read_text().splitlines()
     assert page[6].split(" | ") == cells
+    assert "--earlier DIR ...`: simulated" in page[2]
 
 
-def test_ways_that_do_not_fit_have_no_figures() -> None:
-    assert line((1024, 1, 1024), 8, []) == ["1K x 1 x 1K", "8", "fits in no layout", *[""] * 4]
+def test_ways_that_do_not_fit_say_why() -> None:
+    """Rollouts one by one are shorter, and may fit."""
+    peer = Row("one by one: WLB-LLM, ideal", "TP4", (9.5,), 140.0, 0.0)
+    for rows, said in (([], "none fits"), ([peer], "none; they take 9.50 s (WLB-LLM, ideal)")):
+        cells = line((65_536, 16, 8_192), 8, rows)
+        assert cells[:2] == ["64K x 16 x 8K", "8"]
+        needed = least_gb((65_536, 16, 8_192), 8)
+        assert needed > 145
+        assert f"at least {needed:.0f} GB of a GPU, which has 145" in cells[2]
+        assert cells[3:] == [said, "none fits", "", ""]
