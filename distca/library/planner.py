@@ -21,6 +21,7 @@ from distca.library.documents import Document
 from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
 from distca.library.share import Given, digest
+from distca.library.tree_memory import device_memory, without_room
 from distca.library.trees import Tree
 from distca.plan import BLOCK, Mask
 from distca.runtime import AttentionCall, AttentionTimes, Buffers, EventCursor, Exchange, Trace
@@ -53,6 +54,7 @@ class Planner:
         device: device of the model; None: the current GPU, or the CPU where there is none.
         max_live_batches: how many batches the planner keeps. Finish a batch's backward pass before
             you place this many more.
+        memory_bytes: most bytes of buffers on a rank for trees; None: all of the device's memory.
 
     Attributes:
         bytes_sent: bytes that this rank has sent so far, by phase.
@@ -75,6 +77,7 @@ class Planner:
         cost_model: CostModel | None = None,
         device: torch.device | str | None = None,
         max_live_batches: int = 8,
+        memory_bytes: int | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -111,6 +114,7 @@ class Planner:
         assert exchanges is not None
         self._transport = CollectiveTransport(exchanges, device)
         self._buffers = Buffers(device)
+        self._memory = device_memory(device) if memory_bytes is None else memory_bytes
         self._trace, self._times = Trace(device), AttentionTimes(device)
         config = ScheduleConfig(tolerance, shape, cost_model, block)
         self._plan = PlanDocuments(scheduler, config, self.masks, len(ranks))
@@ -146,8 +150,8 @@ class Planner:
             This rank's tokens. It may have none where there are fewer tokens than ranks.
 
         Raises:
-            ValueError: see `Document`; the plans are of another number of ranks or masks; or the
-                ranks' documents differ.
+            ValueError: see `Document`; the plans are of another number of ranks or masks; the
+                ranks' documents differ; or trees need more memory than there is.
         """
         find_planner(self._number * _BATCHES)
         made = documents if isinstance(documents, PlannedDocuments) else self._plan(documents)
@@ -166,6 +170,8 @@ class Planner:
         needed = CoreAttentionMemory()
         for plan in made.plans:
             needed = needed.union(plan_memory(plan, self.shape))
+        if nodes.have_trees and needed.total(1) > self._memory:
+            raise ValueError(without_room(nodes, made.plans[0], needed.total(1), self._memory))
         self._buffers.reserve(needed, transport)
         exchanges = tuple(build_exchange(plan, rank) for plan in made.plans)
         if self.device.type != "cpu":

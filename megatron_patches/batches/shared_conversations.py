@@ -24,6 +24,7 @@ from distca.documents.conversations import Conversations
 from distca.documents.document_list import TokenSource
 from distca.library import Rollout, Tree, share_prefixes
 from distca.plan import BLOCK
+from distca.plan.paths import Paths
 from distca.plan.span import Floats, Int64s
 
 
@@ -101,6 +102,12 @@ class SharedConversations(TokenSource):
     def tree(self, document: int) -> tuple[Int64s, Int64s]:
         """See `TokenSource.tree`."""
         return self._trees[document].own_lengths, self._trees[document].parents
+
+    @property
+    def largest(self) -> int:
+        """The document whose branches have most tokens with those that they share."""
+        tokens = [int(Paths.of(e.own_lengths, e.parents).lengths.sum()) for e in self._trees]
+        return int(np.argmax(tokens))
 
     def place(self, document: int) -> str:
         return self._conversations.place(self._trees[document].first)

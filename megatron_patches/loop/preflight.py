@@ -22,9 +22,11 @@ import torch.distributed as dist
 
 from megatron_patches.batches.blends import SPLITS
 from megatron_patches.batches.dataset_factory import check_documents
+from megatron_patches.batches.tree_memory import check_tree_memory
 from megatron_patches.checkpoint_data import read_common_state
 from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.memory import machine_memory
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
@@ -77,7 +79,8 @@ def preflight(
         if args.rank == args.world_size - 1:
             check_metrics(config)
 
-    _together(lambda: check_read(config, args))
+    memory = machine_memory(environment, config.dedicated)
+    _together(lambda: check_read(config, args, memory))
     _together(take)
     if args.save is not None:
         _together(lambda: check_save_is_shared(Path(args.save), args.rank))
@@ -103,15 +106,23 @@ def check_alone(config: DistcaConfig, args: Namespace) -> None:
         check_room(Path(args.save), checkpoint_bytes(args))
 
 
-def check_read(config: DistcaConfig, args: Namespace) -> None:
+def check_read(config: DistcaConfig, args: Namespace, memory: int | None = None) -> None:
     """Tries what is read: the data, the checkpoint and the profile.
+
+    Args:
+        config: our flags.
+        args: Megatron-LM's arguments with its derived values, and the tokenizer's `vocab_size`.
+        memory: bytes that a rank has; None: trees are not held against it.
 
     Raises:
         ValueError: one of them is missing, corrupt, or of another run's shape, or the run would
             overwrite another's checkpoints.
     """
     evaluates = bool(args.eval_iters or args.full_validation)
-    check_documents(config, args, SPLITS if evaluates else SPLITS[:1])
+    splits = SPLITS if evaluates else SPLITS[:1]
+    check_documents(config, args, splits)
+    if memory is not None and config.documents.share_prefixes:
+        check_tree_memory(config, args, splits, memory)
     if config.enabled and config.scheduling.profile is not None:
         sizes = ParallelSizes.from_args(args, config.head_parallel)
         schedule_config(config, args, sizes.servers(config.dedicated))

@@ -203,7 +203,7 @@ def test_the_picture_of_trees_shows_every_visible_pair(tmp_path: Path) -> None:
         assert f"rank {rank}: {load:.2f} times the mean load" in drawn
     # The polygons have the area of what queries see, in square thousands of tokens.
     axes = Figure().subplots()
-    picture.draw_tasks(axes, plan, server_colours(4, range(4)))
+    picture.draw_tasks(axes, picture.tree_shapes(plan), server_colours(4, range(4)))
     (tasks,) = axes.collections
     x, y = np.array([path.vertices[:4] for path in tasks.get_paths()]).transpose(2, 0, 1)
     area = np.abs((x * np.roll(y, -1, 1) - y * np.roll(x, -1, 1)).sum(1)).sum() / 2

@@ -19,6 +19,7 @@ from distca.schedule import ScheduleConfig
 from support.rollout_loops import (
     MIXES,
     Trained,
+    place_beyond_memory,
     place_both,
     rollouts_of,
     star,
@@ -173,6 +174,13 @@ def test_prefixes_are_found(least: int, full: bool) -> None:
             assert held == len(prefixes)
         else:
             assert held <= weights + len(rollouts)
+
+
+def test_trees_beyond_a_rank_s_memory_are_named(ranks: Any) -> None:
+    for messages in ranks.run(place_beyond_memory, world_size=2):
+        assert messages[0] == ""
+        assert "which has 0.00 GB. the tree of rollout 5 needs most: kernels copy" in messages[1]
+        assert "for its 40 branches" in messages[1]
 
 
 def test_mistakes_are_refused() -> None:

@@ -244,6 +244,23 @@ def place_both() -> tuple[list[torch.Tensor], dict[int, torch.Tensor], str, int,
     return found, predicted, message, int(total), sum(len(each.tokens) for each in rollouts)
 
 
+def place_beyond_memory() -> list[str]:
+    """What a planner says of few branches, and of many."""
+    made = torch.Generator().manual_seed(5)
+    prompt, few = _tokens(made, 500), star(made)[:5]
+    many = [Rollout(torch.cat([prompt, _tokens(made, 20)])) for _ in range(40)]
+    said = []
+    for given in (few, [*few, *many]):
+        planner = Planner(hf_shape(), block=BLOCK, memory_bytes=4_000_000)
+        try:
+            planner.place(share_prefixes(given, LEAST))
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+        planner.close()
+    return said
+
+
 def hf_shape() -> Any:
     """Heads of a small model."""
     from distca.library import AttentionShape
