@@ -100,8 +100,8 @@ def add_cluster_flags(parser: Parser) -> Group:
     return cluster
 
 
-def add_charge_flags(parser: Parser) -> None:
-    """Adds the charges of `cluster_of`."""
+def add_charge_flags(parser: Parser) -> Group:
+    """Adds the charges of `cluster_of`; returns their group."""
     charges = parser.add_argument_group("charges (the same for all systems; see distca.simulate)")
     charges.add_argument(
         "--baseline-ideal",
@@ -113,6 +113,7 @@ def add_charge_flags(parser: Parser) -> None:
         default = getattr(PUBLISHED, name)
         what += f" Default: {default:.2f}, as published."
         charges.add_argument(flag_of(name), type=float, metavar="X", help=what)
+    return charges
 
 
 def add_selection_flags(

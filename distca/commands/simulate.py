@@ -64,6 +64,7 @@ from distca.simulate import (
     save_trace,
     simulate,
 )
+from distca.simulate.cluster import Cluster
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import divisions
 from distca.simulate.speed_up import enough_batches
@@ -71,6 +72,8 @@ from distca.simulate.trials import Trials
 
 _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
+_OF_DISTCA = ("tolerance", "finalists", "latent_rows", "exchanges")
+"""Flags that say nothing of other systems."""
 _MOST_GPUS = 65536
 """Most GPUs that are simulated."""
 _MOST_PROCESSES = 8
@@ -162,7 +165,15 @@ def build_parser() -> Parser:
     cluster.add_argument(
         "--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job."
     )
-    add_charge_flags(parser)
+    add_charge_flags(parser).add_argument(
+        "--exchanges",
+        choices=("kernels", "copy-engines"),
+        default="kernels",
+        help="What moves DistCA's rows. kernels: they take --interference of compute; "
+        "copy-engines: copy engines and network cards, by puts that the host starts "
+        "(--distca-nvshmem-mode copy-engine), which take no compute, but a launch for each "
+        "message. Nobody has measured that.",
+    )
     search = parser.add_argument_group("search (what is tried to find each system's best)")
     for name in ("tensor", "pipeline"):
         search.add_argument(
@@ -260,14 +271,14 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
     check_tokens(args.sequences * args.context)
     args.systems = args.systems or _systems()
     _check_outputs(args)
-    of_distca = [given[name] for name in ("tolerance", "finalists", "latent_rows") if name in given]
+    of_distca = [given[name] for name in _OF_DISTCA if name in given]
     if of_distca and not set(DISTCA_SYSTEMS) & set(args.systems):
         raise ValueError(
             f"{of_distca[0]} is for DistCA: add one of {', '.join(DISTCA_SYSTEMS)} to --systems"
         )
     workload = Workload(
         model_of(args),
-        cluster_of(args),
+        _cluster_of(args),
         args.gpus,
         args.context,
         args.sequences,
@@ -302,6 +313,17 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
             raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
         args.trace.parent.mkdir(parents=True, exist_ok=True)
         save_trace(args.trace, recorded)
+
+
+def _cluster_of(args: argparse.Namespace) -> Cluster:
+    """Returns the cluster, with what moves DistCA's rows."""
+    cluster, by_copy_engines = cluster_of(args), args.exchanges == "copy-engines"
+    if by_copy_engines and args.baseline_ideal:
+        raise ValueError(
+            "--exchanges copy-engines says what an exchange costs, but --baseline-ideal charges "
+            "nothing: remove one"
+        )
+    return replace(cluster, charges=replace(cluster.charges, copy_engines=by_copy_engines))
 
 
 def _systems() -> list[str]:

@@ -27,6 +27,10 @@ CHARGED = (
     "All systems have the same charges: links reach {links:.0%} and copies {copies:.0%} of their "
     "speed,\nexchanges take {interference:.0%} of compute."
 )
+COPY_ENGINES = (
+    "DistCA's are puts of the host, which take\nnone, but a launch for each message "
+    "(--exchanges copy-engines): measured nowhere."
+)
 _WIDTH = 40
 """Characters of a line on a bar."""
 RANGES = (
@@ -195,11 +199,12 @@ def charged_line(charges: Charges) -> str:
     """What is charged."""
     if not charges.baseline_copies:
         return UNCHARGED
-    return CHARGED.format(
+    said = CHARGED.format(
         links=charges.link_efficiency,
         copies=charges.copy_efficiency,
         interference=charges.interference,
     )
+    return f"{said} {COPY_ENGINES}" if charges.copy_engines else said
 
 
 def plot_choices(

@@ -37,6 +37,10 @@ class Charges:
         half_waves: a matrix product ends with half a wave of tiles on average, so that its rate
             falls with fewer tokens and with more tensor parallelism.
         shared_ports: reduced gradients and other exchanges take turns on a rank's ports.
+        copy_engines: attention servers exchange rows by copy engines inside a node and network
+            cards between nodes, by puts that the host starts (`--distca-nvshmem-mode copy-engine`):
+            these take no compute, but a launch for each message, one after the other. Measured
+            nowhere; the figure is that of kernels.
         baseline_copies: exchanges of context parallelism copy rows, take memory and gather keys
             anew as Transformer Engine does; see `distca.simulate.sharing`.
 
@@ -50,6 +54,7 @@ class Charges:
     half_waves: bool = False
     shared_ports: bool = False
     baseline_copies: bool = False
+    copy_engines: bool = False
 
     def __post_init__(self) -> None:
         for name in ("link_efficiency", "copy_efficiency"):

@@ -350,7 +350,8 @@ class _Run:
         """Gathers rows and starts an exchange; returns when it is over."""
         resources = self._resources
         resources.compute(exchange.pack_seconds, name, "exchange", **labels)
-        over = resources.exchange(exchange.transfer, phase)
+        by_copy_engines = self._costs.cluster.charges.copy_engines
+        over = resources.exchange(exchange.transfer, phase, by_copy_engines)
         if self._ablation == "single-stream":
             resources.wait(over, f"wait for {name}", **labels)
         return over

@@ -97,6 +97,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         flags.append(f"--distca-head-parallel-size {candidate.head_parallel}")
     if candidate.max_buffer_bytes is not None:
         flags.append(f"--distca-max-buffer-bytes {candidate.max_buffer_bytes}")
+    if workload.cluster.charges.copy_engines:
+        flags.append("--distca-transport nvshmem --distca-nvshmem-mode copy-engine")
     if candidate.keeps_inputs:
         flags.append("--distca-backward keep")
     if workload.model.latents is not None:

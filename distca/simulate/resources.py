@@ -103,6 +103,12 @@ class Transfer:
         return self.seconds_of_ports[2:]
 
     @cached_property
+    def messages_sent(self) -> Int64s:
+        """Messages that each rank sends, `[ranks]`."""
+        ranks = len(self.bytes_sent)
+        return np.bincount(self.out_port % ranks, minlength=ranks)
+
+    @cached_property
     def sorted_by_port(self) -> Int64s:
         """Numbers by which messages lie in the order of their ports in, `[messages]`: the last bits
         are a message's own number, and those before leave room for that of its port out."""
@@ -187,9 +193,17 @@ class Resources:
         if name:
             self._record(name, "exchange", start, self.clock, labels)
 
-    def exchange(self, moved: Transfer, phase: str) -> Floats:
-        """Starts an exchange now; returns when it is over for each rank, `[ranks]`."""
+    def exchange(self, moved: Transfer, phase: str, by_copy_engines: bool = False) -> Floats:
+        """Starts an exchange now; returns when it is over for each rank, `[ranks]`.
+
+        Args:
+            moved: bytes of the exchange.
+            phase: its name.
+            by_copy_engines: whether it takes no compute, but a launch for each message.
+        """
         start = self.clock
+        if by_copy_engines:
+            start = start + self.cluster.launch_seconds * moved.messages_sent
         sends, comes = moved.used[:2], moved.used[2:]
         begins = np.maximum(self._out, start)
         self._out = np.where(sends, begins + moved.out_seconds, self._out)
@@ -205,7 +219,8 @@ class Resources:
                 passed[moved.destinations], np.maximum.reduceat(left, moved.firsts)
             )
             over = np.maximum(over, passed)
-            self._busy_until = np.maximum(np.maximum(*self._out), np.maximum(*self._in))
+            if not by_copy_engines:
+                self._busy_until = np.maximum(np.maximum(*self._out), np.maximum(*self._in))
         self.held += moved.seconds_of_ports
         self.sent.setdefault(phase, np.zeros(self.ranks, dtype=np.int64))
         self.sent[phase] += moved.bytes_sent

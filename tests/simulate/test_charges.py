@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from distca.cost.model_sizes import MODELS
+from distca.cost.volume import Messages
 from distca.schedule import ExecutionOptions
 from distca.simulate import (
     CLUSTERS,
@@ -22,6 +23,7 @@ from distca.simulate import (
     simulate_ticks,
 )
 from distca.simulate.charges import end_of_compute, exposed_reduction, half_wave_seconds
+from distca.simulate.resources import Resources, Transfer
 from support.simulated import IDEAL, costs_on, passes, planned
 
 
@@ -46,6 +48,41 @@ def test_a_reduction_shares_ports_and_compute_with_the_pass_that_hides_it() -> N
     both = Charges(interference=0.25, shared_ports=True)
     assert exposed_reduction(5.0, 3.0, 1.0, both) == pytest.approx(0.75)
     assert exposed_reduction(5.0, 3.0, 4.0, both) == 2.0
+
+
+def test_copy_engines_take_launches_and_no_compute() -> None:
+    """Each message of a rank waits for one launch more; work under the exchange is not slowed."""
+    cluster = replace(
+        CLUSTERS["dgx-h200"],
+        node_gb_per_s=1.0,
+        node_latency=0.0,
+        launch_seconds=0.5,
+        charges=Charges(interference=0.25),
+    )
+    # Rank 0 sends to two, rank 1 to one, rank 2 to none.
+    messages = Messages(
+        np.array([0, 0, 1]), np.array([1, 2, 2]), np.array([10**9, 2 * 10**9, 10**9]), 3
+    )
+    moved = Transfer.of_messages(messages, cluster.links(1))
+    assert moved.messages_sent.tolist() == [2, 1, 0]
+    kernels, engines = (Resources(3, cluster, np.ones(3)) for _ in range(2))
+    assert kernels.exchange(moved, "dispatch")[0] == 3.0
+    over = engines.exchange(moved, "dispatch", by_copy_engines=True)
+    # Ranks 0 and 1 begin a second and half a second later; all leaves rank 0 together.
+    assert over[0] == 4.0
+    for resources, seconds in ((kernels, 2 / 0.75), (engines, 2.0)):
+        resources.compute(np.full(3, 2.0))
+        assert resources.clock[0] == pytest.approx(seconds)
+    plan = planned([[3000] + [100] * 40] * 2, 1, 4, ExecutionOptions("tiles"))
+    charged, free = (
+        simulate_ticks(
+            plan,
+            costs_on(replace(CLUSTERS["dgx-h200"], charges=replace(PUBLISHED, copy_engines=each))),
+        )
+        for each in (False, True)
+    )
+    assert free.computed.sum() < charged.computed.sum()
+    assert {*free.bytes_sent} == {*charged.bytes_sent}
 
 
 def test_half_a_wave_is_what_a_last_wave_wastes_on_average() -> None:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
+from distca.commands.simulate_report import charged_line
 from distca.commands.verdict import format_flags, what_a_sample_is
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.cost.training_memory import Recompute
@@ -158,6 +159,21 @@ def test_server_pools_where_training_has_them() -> None:
     assert with_pools(pooled[0], job) == []
     stages = with_pools(replace(given, stages=2, data=16), job)
     assert [each.pool_size for each in stages] == [4, 8, 1]
+
+
+def test_exchanges_by_copy_engines_are_trained_so(command: Command) -> None:
+    charges = replace(PUBLISHED, copy_engines=True)
+    job = replace(WORKLOAD, cluster=replace(WORKLOAD.cluster, charges=charges))
+    flag = "--distca-transport nvshmem --distca-nvshmem-mode copy-engine"
+    for workload, printed in ((job, True), (WORKLOAD, False)):
+        flags = training_flags(Candidate("tiles", 1, 1, 8, 1, 2), workload)
+        assert (flag in flags) == printed
+    assert "(--exchanges copy-engines): measured nowhere" in charged_line(charges)
+    assert "copy-engines" not in charged_line(PUBLISHED)
+    given = [*COMMAND, "--exchanges", "copy-engines"]
+    assert "--baseline-ideal charges nothing" in command.refused(*given, "--baseline-ideal")
+    alone = [*given[: given.index("--finalists")], "--exchanges", "copy-engines"]
+    assert "--exchanges is for DistCA" in command.refused(*alone, "--systems", "plain")
 
 
 def test_no_ping_pong_where_training_can() -> None:

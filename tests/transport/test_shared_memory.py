@@ -124,6 +124,75 @@ def test_messages_whose_puts_carry_the_flag(run: Run, library) -> None:
     assert any(isinstance(result, TransportError) or result > 0 for result in results), results
 
 
+# As `NvshmemTransport` has the host start puts: each step for all peers before the next.
+IN_TURN = (
+    (
+        "shared_memory.cpp",
+        "  bool send(Channel& channel) {\n    const auto deadline = Clock::now() + timeout_;\n",
+        """  bool send(Channel& channel) {
+    const auto deadline = Clock::now() + timeout_;
+    const int ranks = controls_.ranks();
+    for (int peer = 0; peer < ranks; ++peer) {
+      while (peer != controls_.rank()) {
+        const Word epoch = channel.epochs[peer];
+        channel.sending.wait_until(std::min(deadline, Clock::now() + kSlice));
+        const Outcome outcome = wait_for_room(channel.sending, channel.flags, epoch, peer);
+        if (outcome == Outcome::done) break;
+        if (closing_) return false;
+        if (outcome == Outcome::not_yet && Clock::now() < deadline) continue;
+        fail(outcome, peer, true, channel.number, epoch);
+        return false;
+      }
+    }
+    for (int peer = 0; peer < ranks; ++peer) {
+      const Message& message = channel.messages[peer];
+      if (peer != controls_.rank()) {
+        channel.sending.put(peer, message.to, message.from, message.bytes);
+      }
+    }
+    channel.sending.fence(0);
+    for (int peer = 0; peer < ranks; ++peer) {
+      if (peer == controls_.rank()) continue;
+      set_ready(channel.sending, channel.flags, channel.epochs[peer], peer);
+    }
+    return true;
+  }
+
+  bool send_in_parts(Channel& channel) {
+    const auto deadline = Clock::now() + timeout_;
+""",
+    ),
+)
+IN_TURN_MUTANTS = {
+    "no quiet": ("channel.sending.fence(0);", ""),
+    "told before the puts": (
+        "if (peer != controls_.rank()) {",
+        "if (peer != controls_.rank()) {\n        set_ready(channel.sending, channel.flags, "
+        "channel.epochs[peer], peer);",
+    ),
+    "no room": ("channel.flags, epoch, peer)", "channel.flags, 1, peer)"),
+}
+
+
+@pytest.mark.parametrize("weak", [False, True], ids=["strong", "weak"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_puts_that_the_host_starts(run: Run, library, world_size: int, weak: bool) -> None:
+    """The order of `--distca-nvshmem-mode copy-engine`, and its steps of `exchange.h`."""
+    made = library(*IN_TURN, weak=weak)
+    results = run(exchange, made, 200, weak, world_size=world_size).results()
+    assert [wrong for wrong, *_ in results] == [0] * world_size, results
+
+
+@pytest.mark.parametrize("mutant", IN_TURN_MUTANTS)
+def test_puts_that_the_host_starts_need_each_step(run: Run, library, mutant: str) -> None:
+    ((name, before, after),) = IN_TURN
+    was, becomes = IN_TURN_MUTANTS[mutant]
+    assert after.count(was) == 1
+    changed = library((name, before, after.replace(was, becomes)), weak=True)
+    results = run(exchange_wrongly, changed, world_size=3).results(timeout=40)
+    assert any(isinstance(result, TransportError) or result > 0 for result in results), results
+
+
 MUTANTS = {
     "no fence": ("exchange.h", "fabric.fence(peer);", ""),
     "no credit": ("exchange.h", "flags.credit(peer), epoch - 1", "flags.credit(peer), 0"),

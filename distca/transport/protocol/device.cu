@@ -77,15 +77,15 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   }
 }
 
-// The first and the last step of `send_part` alone, around puts by copy engines. On the stream these
-// are complete before the last step begins: NVSHMEM's `quiet_on_stream` is between them.
+// The first and the last step alone, around puts that the host starts. On the stream these are
+// complete before the last step begins: NVSHMEM's `quiet_on_stream` is between them.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_wait_for_room(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
   const Flags flags(channel, fabric.ranks());
   for (int peer = threadIdx.x; peer < fabric.ranks(); peer += blockDim.x) {
     if (peer == fabric.rank()) continue;
-    const Outcome outcome = fabric.wait_for(peer, flags.credit(peer), epoch - 1);
+    const Outcome outcome = wait_for_room(fabric, flags, epoch, peer);
     if (outcome != Outcome::done) fabric.fail(outcome, peer, true, epoch);
   }
 }
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   __threadfence_system();
   for (int peer = threadIdx.x; peer < fabric.ranks(); peer += blockDim.x) {
     if (peer == fabric.rank()) continue;
-    fabric.set(peer, flags.ready(fabric.rank()), epoch);
+    set_ready(fabric, flags, epoch, peer);
   }
 }
 

@@ -43,19 +43,32 @@ struct Message {
   Word to;  // offset in the destination's arena
 };
 
-// Waits until a peer has released the previous epoch.
+// Step 1. Where the host starts puts, this rank waits for room at all peers, puts to all, fences,
+// and then tells all.
 template <class Fabric>
 DISTCA_FUNCTION Outcome wait_for_room(Fabric& fabric, const Flags& flags, Word epoch, int peer) {
+  return fabric.wait_for(peer, flags.credit(peer), epoch - 1);
+}
+
+// The same for all threads of a block.
+template <class Fabric>
+DISTCA_FUNCTION Outcome find_room(Fabric& fabric, const Flags& flags, Word epoch, int peer) {
   Outcome outcome = Outcome::done;
-  if (fabric.leads()) outcome = fabric.wait_for(peer, flags.credit(peer), epoch - 1);
+  if (fabric.leads()) outcome = wait_for_room(fabric, flags, epoch, peer);
   return fabric.shared(outcome);
+}
+
+// Step 4.
+template <class Fabric>
+DISTCA_FUNCTION void set_ready(Fabric& fabric, const Flags& flags, Word epoch, int peer) {
+  fabric.set(peer, flags.ready(fabric.rank()), epoch);
 }
 
 // Sends one of `parts` equal parts of this rank's message to a peer.
 template <class Fabric>
 DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch, int peer,
                                   const Message& message, int part, int parts) {
-  const Outcome outcome = wait_for_room(fabric, flags, epoch, peer);
+  const Outcome outcome = find_room(fabric, flags, epoch, peer);
   if (outcome != Outcome::done) return outcome;
   const Word even = (message.bytes + parts - 1) / parts;
   const Word piece = (even + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
@@ -65,7 +78,7 @@ DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch
   fabric.all_put();
   if (fabric.leads()) {
     fabric.fence(peer);
-    if (fabric.last_part(peer, parts)) fabric.set(peer, flags.ready(fabric.rank()), epoch);
+    if (fabric.last_part(peer, parts)) set_ready(fabric, flags, epoch, peer);
   }
   return Outcome::done;
 }
@@ -74,7 +87,7 @@ DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch
 template <class Fabric>
 DISTCA_FUNCTION Outcome send_whole(Fabric& fabric, const Flags& flags, Word epoch, int peer,
                                    const Message& message) {
-  const Outcome outcome = wait_for_room(fabric, flags, epoch, peer);
+  const Outcome outcome = find_room(fabric, flags, epoch, peer);
   if (outcome != Outcome::done) return outcome;
   fabric.put_and_set(peer, message.to, message.from, message.bytes, flags.ready(fabric.rank()),
                      epoch);
