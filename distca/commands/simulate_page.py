@@ -115,8 +115,7 @@ def _systems(choices: Sequence[Choice], workload: Workload, verdict: Verdict) ->
 
 def _parts(parts: Mapping[str, Breakdown]) -> tuple[str, str]:
     names = [TITLES[system] for system in parts]
-    # A little below 0 is nothing: see `Breakdown`.
-    seconds = [[abs(max(getattr(each, part), 0.0)) for part in PARTS] for each in parts.values()]
+    seconds = [[each.as_shown()[part] for part in PARTS] for each in parts.values()]
     rows = []
     for at, title in enumerate(PARTS.values()):
         cells = []

@@ -171,11 +171,11 @@ def format_parts(parts: Mapping[str, Breakdown]) -> str:
     """
     lines = ["Where the time of an iteration goes, in seconds (first batch):"]
     lines.append(f"{'':48}" + "".join(f"{TITLES[system]:>30}" for system in parts))
+    shown = {system: each.as_shown() for system, each in parts.items()}
     for part, title in PARTS.items():
         line = f"  {title:46}"
-        for each in parts.values():
-            # A little below 0 is nothing: see `Breakdown`.
-            seconds = abs(max(getattr(each, part), 0.0))
+        for system, each in parts.items():
+            seconds = shown[system][part]
             line += f"{seconds:>21.3f}{f'({seconds / each.seconds:.1%})':>9}"
         lines.append(line)
     for system, each in parts.items():
@@ -254,7 +254,7 @@ def _plot_parts(parts: Mapping[str, Breakdown], figure: SubFigure) -> None:
     names = [TITLES[system] for system in parts]
     ends = np.zeros(len(parts))
     for (part, title), colour in zip(PARTS.items(), (*IN_TURN, GREY, PURPLE), strict=True):
-        seconds = np.array([max(getattr(each, part), 0.0) for each in parts.values()])
+        seconds = np.array([each.as_shown()[part] for each in parts.values()])
         axes.barh(names, seconds, left=ends, color=colour, label=title)
         ends = ends + seconds
     axes.invert_yaxis()

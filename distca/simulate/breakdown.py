@@ -75,6 +75,20 @@ class Breakdown:
         """Returns the parts of an iteration that takes `factor` times as long."""
         return Breakdown(**{name: factor * each for name, each in asdict(self).items()})
 
+    def as_shown(self) -> dict[str, float]:
+        """Returns the parts by name, of which none is negative; their sum is the iteration.
+
+        What is below 0 is taken from the largest costs beside the linear layers and attention.
+        """
+        parts = {name: max(each, 0.0) for name, each in asdict(self).items()}
+        surplus = sum(parts.values()) - self.seconds
+        order = sorted(parts, key=lambda name: (name in _WORK, -parts[name]))
+        for name in order:
+            taken = min(surplus, parts[name])
+            parts[name] -= taken
+            surplus -= taken
+        return parts
+
     def less_for_a_percent(self) -> dict[str, float]:
         """Returns, of each cost beside the linear layers and attention, which share of it would
         have to go for an iteration that is 1% shorter; those that have less are left out."""

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from distca.commands.simulate_report import format_parts
 from distca.simulate import Breakdown, Candidate, Workload, break_down, simulate
 from distca.simulate.charges import PUBLISHED
 from support.simulated_jobs import JOBS, batch
@@ -83,6 +84,21 @@ def test_bubbles_and_imbalance_are_waiting() -> None:
     shared = parts(Candidate("tiles", 2, 1, 4, 1, 1), job)
     assert whole.attention == shared.attention
     assert whole.waiting > 5 * shared.waiting
+
+
+def test_what_is_shown_adds_up_without_negative_parts() -> None:
+    """As where parts of an iteration stand for it, or a baseline packs otherwise."""
+    odd = Breakdown(60.0, 4.0, 30.0, 0.5, -1.0, -3.0, 1.0, 2.0)
+    shown = odd.as_shown()
+    assert sum(shown.values()) == pytest.approx(odd.seconds)
+    assert min(shown.values()) == 0.0
+    assert (shown["linear"], shown["attention"], shown["collectives"]) == (60.0, 30.0, 0.0)
+    plain = Breakdown(60.0, 4.0, 30.0, 0.5, 0.5, 2.0, 1.0, 2.0)
+    assert plain.as_shown() == asdict(plain)
+    lines = format_parts({"tiles": odd}).splitlines()[2:]
+    printed = [float(line[48:].split()[0]) for line in lines if "%)" in line]
+    assert len(printed) == len(shown)
+    assert sum(printed) == pytest.approx(odd.seconds, abs=1e-2)
 
 
 def test_less_for_a_percent() -> None:

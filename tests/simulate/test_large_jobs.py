@@ -252,6 +252,7 @@ def test_a_few_parts_tell_how_long_an_iteration_takes(
     assert stand_in.idle == pytest.approx(whole.idle, abs=0.1)
     assert stand_in.parts is not None
     assert stand_in.parts.seconds == pytest.approx(stand_in.seconds)
+    assert sum(stand_in.parts.as_shown().values()) == pytest.approx(stand_in.seconds)
     assert not few_parts.has_few_parts(replace(many, micro_batches=2))
     assert few_parts.has_few_parts(replace(many, pool_size=None)) == (stages == 1)
 
