@@ -48,6 +48,8 @@ class Verdict:
         gain: how much faster DistCA is; None without one of both.
         asked, compared: whether DistCA was asked for, and what every user of Megatron has.
         divide: systems that have a layout for the job, whether it fits in memory or not.
+        ideal: fastest of the systems that no release of Megatron has; None: nothing of them fits,
+            or none was asked for.
     """
 
     distca: Choice | None
@@ -56,6 +58,7 @@ class Verdict:
     asked: bool
     compared: bool
     divide: frozenset[str]
+    ideal: Choice | None = None
 
     @staticmethod
     def of(choices: Sequence[Choice]) -> Verdict:
@@ -67,13 +70,31 @@ class Verdict:
             for systems in (DISTCA_SYSTEMS, MEGATRON)
         )
         divide = frozenset(choice.system for choice in choices if choice.tried)
-        return Verdict(ours, had, gain, asked, compared, divide)
+        others = {choice.system for choice in choices} - {*DISTCA_SYSTEMS, *MEGATRON}
+        return Verdict(ours, had, gain, asked, compared, divide, fastest(choices, others))
 
     def __str__(self) -> str:
-        """The answer in one line, with a sentence on a difference within the simulator's error.
+        """The answer in one line, with sentences on a difference within the simulator's error, and
+        on a faster system that Megatron does not have.
 
         Such a difference is no reason to use DistCA, but one to stay with what is simpler.
         """
+        return self._with_error() + self._of_ideal()
+
+    def _of_ideal(self) -> str:
+        """A sentence on a system that is faster than DistCA and that Megatron does not have."""
+        if self.distca is None or self.ideal is None:
+            return ""
+        over = speed_up(self.ideal, self.distca)
+        if over.mean < 1 + _NOTHING or over.faster is False:
+            return ""
+        name = TITLES[self.ideal.system]
+        return (
+            f" {name}, which no release of Megatron has, would be {over} times as fast as DistCA."
+        )
+
+    def _with_error(self) -> str:
+        """The answer, with the sentence on the simulator's error."""
         gain = self.gain
         clear = gain is not None and gain.faster is not None and not self._gains_nothing(gain)
         if gain is None or not clear or not self._within_error(gain):

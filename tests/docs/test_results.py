@@ -6,9 +6,12 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean, mean, median
 
+from benchmarks.cluster.validate_simulator import Prediction, of_ratios, ratio_errors
+from benchmarks.training.setting import MODES
 from distca.simulate.speed_up import POOLS_ERROR, SIMULATORS_ERROR
 
 ROOT = Path(__file__).parents[2]
@@ -366,6 +369,18 @@ def test_figures_in_sentences() -> None:
         f"{medians[0]:.1f}% in the median and {most[0]:.1f}% at most without pipelines, "
         f"{medians[1]:.1f}% and {most[1]:.1f}% with two stages"
     ) in words_of("docs/when_it_helps.md")
+    file = json.loads((RESULTS / "simulator.json").read_text())
+    names = [each.name for each in fields(Prediction)]
+    found = [Prediction(**{name: p[name] for name in names}) for p in file["predictions"]]
+    assert f"* {of_ratios(found, 1, MODES[1])}" in simulator.splitlines()
+    one_stage = [p for p in found if p.stages == 1 and p.mode in ("", MODES[1])]
+    of_ways = ratio_errors(one_stage)
+    flattered = (
+        "in one stage without ping-pong its ratios over other ways are "
+        f"{median(of_ways):.1%} too high in the median, {min(of_ways):.1%} to {max(of_ways):.1%}"
+    )
+    assert flattered in words_of(HELPS)
+    assert flattered in words_of("README.md")
     pairs = re.findall(r"^Of (\d+) pairs .* more than 2% apart (\d+) are", simulator, re.MULTILINE)
     assert (
         f"the median error is {errors[0][0]} and the largest {errors[0][1]}. "
@@ -464,10 +479,10 @@ def test_pools_on_real_processes() -> None:
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in ours.values()]
     error = median(errors)
     assert f"{error:.1%}" == f"{POOLS_ERROR:.1%}"
-    assert f"{error:.1%} and {max(errors):.1%} at most with server pools" in words_of(HELPS)
+    assert f"{error:.1%} and {max(errors):.1%} on four processes, in one group" in words_of(HELPS)
     assert (
-        f"With server pools or shared heads on four processes it is {error:.1%} off, and "
-        f"{max(errors):.1%} at most"
+        "On four processes, in one group, with server pools or with shared heads, it is "
+        f"{error:.1%} off, and {max(errors):.1%} at most"
     ) in words_of("README.md")
     clear = f"by more than {SIMULATORS_ERROR:.1%} ({POOLS_ERROR:.1%} if its layout has pools"
     assert clear in words_of(HELPS)
