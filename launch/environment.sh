@@ -31,12 +31,14 @@ install() {
     }
 }
 
-# doing_of_pip FOLDER: how much is there, and what pip's log says last.
+# doing_of_pip FOLDER: how far pip is, and what its log says last. Packages are unpacked at the end: until then
+# those that it has found count, also in its cache.
 doing_of_pip() {
-    local doing size
+    local doing size found
     doing=$(sed -n 's/Installing collected packages.*/unpacking/p; s/^ *\(\(Collecting\|Downloading\|Using cached\) .*\)/\1/p' "$1/pip.log" | tail -n 1)
     size=$(du -sm "$1/lib" | cut -f 1)
-    echo "$size MB are there: ${doing:0:70}"
+    found=$(grep -cE '^ *(Downloading|Using cached) ' "$1/pip.log") || true
+    echo "$found packages found, $size MB unpacked: ${doing:0:70}"
 }
 
 # users_of FOLDER: the processes that run from this environment, one a line.

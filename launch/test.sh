@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up and runs all checks. With arguments pytest alone runs: launch/test.sh -k plan
+# launch/test.sh --full, without other arguments, runs all checks, and all tests at their stated size, also
+# with Python 3.11 and with vLLM. It takes hours. A summary is printed at the end.
 # launch/test.sh --recording [COMMIT] tells whether this checkout computes what that commit did.
 # launch/test.sh --megatron 0.18.2 runs the tests of training with that megatron-core, in an
 # environment of its own.
@@ -18,6 +20,28 @@ test_in() {
     export PATH="$PWD/$1/bin:$PATH" OMP_NUM_THREADS=1 PYTHONPATH=$PWD
     shift
     exec python -m pytest "${pytest_flags[@]}" "$@"
+}
+linters() {
+    ruff check . && ruff format --check . && mypy && shellcheck -x launch/*.sh launch/slurm/*.sh .ci/run
+}
+# All tests at their stated size, in each environment that there can be, and a line for each.
+everything() {
+    local each log lines=() failed=0
+    log=$(mktemp)
+    linters || failed=1
+    lines+=("ruff, mypy and shellcheck: $([ $failed = 0 ] && echo passed || echo failed)")
+    for each in '' '--python 3.11' --vllm; do
+        if [ -n "$each" ] && ! find_python 3.11 &>/dev/null; then
+            lines+=("launch/test.sh $each --full: not run, since there is no Python 3.11 here")
+            continue
+        fi
+        # shellcheck disable=SC2086 # a flag and its value
+        launch/test.sh $each --full -rs 2>&1 | tee "$log" || failed=1
+        lines+=("launch/test.sh${each:+ $each} --full: $(grep -E ' in [0-9.]+s' "$log" | tail -n 1)")
+    done
+    rm "$log"
+    printf '%s\n' '' "summary of $(git rev-parse --short HEAD 2>/dev/null || echo this checkout):" "${lines[@]}"
+    return $failed
 }
 # Before set-up, which takes minutes: flags that neither these tests nor pytest have.
 known=' --full --no-ping-pong --transport --collect-only --co --lf --last-failed --ff --failed-first --nf --sw
@@ -77,7 +101,9 @@ case $mode in
         ;;
 esac
 # Some of the tests need no CUDA compiler, whose packages are large; those that do are skipped.
+whole=false
 case " $* " in
+    ' --full ') whole=true && launch/setup.sh checks ;;
     *" -k "* | *" tests/"*) launch/setup.sh tests ;;
     *) launch/setup.sh checks ;;
 esac
@@ -86,10 +112,9 @@ case $mode in
     --recording) exec python tests/recording since "${@:2}" ;;
     --mutants) PYTHONPATH=tests exec python -m mutation "$@" ;;
 esac
-if [ $# = 0 ]; then
-    ruff check .
-    ruff format --check .
-    mypy
-    shellcheck -x launch/*.sh launch/slurm/*.sh .ci/run
+if $whole; then
+    everything
+    exit
 fi
+[ $# != 0 ] || linters
 exec python -m pytest "${pytest_flags[@]}" "$@"

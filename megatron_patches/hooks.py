@@ -478,6 +478,7 @@ def adapt_megatron_core(async_save: bool = False) -> None:
         cpu.prepare_process()
     apply(MENDS)
     if not async_save:
+        mcore_fixes.leave_out_the_warning_of_async_saves()
         apply(SAVING)
     apply(CPU)
 

@@ -215,7 +215,11 @@ def leave_out_warnings_of_calls() -> None:
 def leave_out_messages_of_a_run() -> None:
     """Leaves out what megatron-core says at the start of a run, where a command trains nothing."""
     logging.getLogger("megatron.core.rerun_state_machine").addFilter(_is_of_use)
-    # Such a command saves at once, and waits.
+    leave_out_the_warning_of_async_saves()
+
+
+def leave_out_the_warning_of_async_saves() -> None:
+    """Leaves out advice on asynchronous saves, where checkpoints are saved at once."""
     saving = "megatron.core.dist_checkpointing.strategies.torch"
     logging.getLogger(saving).addFilter(_is_of_use)
 

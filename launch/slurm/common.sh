@@ -48,8 +48,9 @@ describe_job() {
         MASTER_PORT="${port:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}"
         # As torchrun does: ranks that share a node must not each use all of its cores.
         OMP_NUM_THREADS=1
-        # Megatron-LM refuses tensor parallelism without it before Blackwell. docs/launching.md says
-        # what overlap loses by it, tests/schedule/test_one_queue.py shows it.
+        # Megatron-LM refuses tensor parallelism without it before Blackwell. All kernels and exchanges
+        # then share one hardware queue. tests/schedule/test_one_queue.py shows that overlap loses
+        # nothing by it, unless keys are sent ahead in a backward pass because no query moves.
         CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
         # A failed exchange says its cause. Without it NCCL is silent.
         NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
@@ -153,18 +154,25 @@ latest_checkpoint() {
 # Runs pretrain_gpt.py on all ranks with the model's flags and the given ones before the user's own. Sets `training`, all
 # of its flags.
 pretraining() {
-    local tensor stages micro_batches
+    local tensor stages micro_batches servers models=$ranks
     training=("${model_flags[@]}" "${training_flags[@]}" "$@" "${flags[@]}")
     tensor=$(value_of --tensor-model-parallel-size 1 "${training[@]}")
     stages=$(value_of --pipeline-model-parallel-size 1 "${training[@]}")
     whole_number --tensor-model-parallel-size "$tensor"
     whole_number --pipeline-model-parallel-size "$stages"
-    [ $((ranks % (tensor * stages))) = 0 ] ||
-        die "$ranks ranks are no multiple of tensor x pipeline size, $tensor x $stages: change --nodes"
+    # Dedicated servers hold no model.
+    servers=$(value_of --distca-servers inplace "${training[@]}")
+    if [ "$servers" != inplace ]; then
+        whole_number "--distca-servers dedicated:" "${servers#dedicated:}"
+        models=$((ranks - ${servers#dedicated:}))
+        [ "$models" -gt 0 ] || die "--distca-servers $servers leaves none of $ranks ranks for the model"
+    fi
+    [ $((models % (tensor * stages))) = 0 ] ||
+        die "$models ranks are no multiple of tensor x pipeline size, $tensor x $stages: change --nodes"
     # As many micro-batches as keep a pipeline mostly full.
     micro_batches=$((stages > 1 ? 2 * stages : 1))
     training=(
-        --global-batch-size "$((ranks * micro_batches / (tensor * stages)))" "${training[@]}"
+        --global-batch-size "$((models * micro_batches / (tensor * stages)))" "${training[@]}"
     )
     # It has no effect in a plain run.
     [[ " ${training[*]} " != *' --distca '* ]] ||

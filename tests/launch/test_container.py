@@ -9,28 +9,28 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from support.dockerfile import Step, broken_rules, read_steps
 from support.launches import ROOT
 
+FILE = ROOT / "launch" / "Dockerfile"
 PINS = ROOT / "launch" / "container-pins.txt"
 NOT_HERE = {"nvshmem4py-cu13"}
 """Packages that no environment of tests has."""
 
 
-def steps() -> list[tuple[str, str]]:
-    """The instructions of the file, with what follows each in one line."""
-    text = (ROOT / "launch" / "Dockerfile").read_text()
-    lines = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    joined = re.sub(r"\\\n\s*", "", lines)
-    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line]  # type: ignore[misc]
+def steps() -> list[Step]:
+    """The instructions of the file."""
+    return read_steps(FILE.read_text())
 
 
 def those_of(name: str) -> list[str]:
-    return [text for step, text in steps() if step == name]
+    return [step.text for step in steps() if step.name == name]
 
 
 def pins() -> dict[str, str]:
@@ -54,7 +54,15 @@ def required() -> list[Requirement]:
 
 
 def test_instructions_are_docker_s() -> None:
-    assert {step for step, _ in steps()} <= {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "CMD"}
+    assert {step.name for step in steps()} <= {
+        "FROM",
+        "RUN",
+        "WORKDIR",
+        "COPY",
+        "ARG",
+        "ENV",
+        "CMD",
+    }
     (base,) = those_of("FROM")
     assert re.fullmatch(r"python:3\.1[23]\.\d+-slim-bookworm", base)
     (command,) = those_of("CMD")
@@ -113,14 +121,55 @@ def test_debian_has_its_packages() -> None:
     assert {name for name, version in found if version != "(none)"} == {*names.split()}
 
 
+def test_rules_of_container_files_hold() -> None:
+    assert broken_rules(FILE.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (("WORKDIR /distca", "WORKDIR distca"), "DL3000"),
+        (("RUN python", "RUN cd / && python"), "DL3003"),
+        (("RUN apt-get", "RUN sudo true && apt-get"), "DL3004"),
+        (("python:3.13.0-slim-bookworm", "python"), "DL3006"),
+        (("python:3.13.0-slim-bookworm", "python:latest"), "DL3007"),
+        ((" && rm -rf /var/lib/apt/lists/*", ""), "DL3009"),
+        (("RUN apt-get update && ", "RUN apt-get update\nRUN "), "DL3009"),
+        (("-c container-pins.txt ", ""), "DL3013"),
+        (("apt-get install -y ", "apt-get install "), "DL3014"),
+        (("--no-install-recommends ", ""), "DL3015"),
+        (("COPY data data", "ADD data data"), "DL3020"),
+        (('["distca", "doctor"]', "distca doctor"), "DL3025"),
+        (("RUN apt-get", "RUN apt list && apt-get"), "DL3027"),
+        (("--no-cache-dir --no-deps", "--no-deps"), "DL3042"),
+        (("WORKDIR ", "LABEL "), "DL3045"),
+        (("RUN apt-get", "RUN true | true && apt-get"), "DL4006"),
+        (("ENV NVIDIA_VISIBLE_DEVICES=all", "ENV NVIDIA_VISIBLE_DEVICES all"), "docker ENV"),
+    ],
+)
+def test_a_broken_rule_is_found(change: tuple[str, str], rule: str) -> None:
+    text = re.sub(r"\\\n\s*", "", FILE.read_text())
+    assert change[0] in text
+    (found,) = broken_rules(text.replace(*change))
+    assert found.startswith(rule)
+
+
 @pytest.mark.full
-def test_the_index_has_every_pinned_version() -> None:
-    """Downloads no package: pip lists the versions that there are."""
-    for name, version in pins().items():
-        command = [sys.executable, "-m", "pip", "index", "versions", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        if done.returncode and not re.search(r"No matching distribution", done.stderr):
-            pytest.skip(f"there is no index here: {done.stderr[-200:]}")
-        versions = re.findall(r"^Available versions: (.*)$", done.stdout, re.M)
-        assert versions, f"{name}: {done.stderr}"
-        assert version in versions[0].split(", "), name
+def test_all_packages_resolve_for_a_machine_with_cuda(tmp_path: Path) -> None:
+    """As the image installs them: pip reads metadata, and installs and builds nothing."""
+    wanted = [f"{each.name}=={pins()[each.name]}" for each in required()]
+    of_machine = "--python-version 3.13 --implementation cp --platform manylinux_2_28_x86_64"
+    of_machine += " --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+    command += ["--only-binary", ":all:", *of_machine.split(), "--target", str(tmp_path / "none")]
+    command += ["--quiet", "--report", str(tmp_path / "report.json"), *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    if re.search(r"Connection|Temporary failure|timed out", done.stderr):
+        pytest.skip(f"there is no index here: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())["install"]
+    names = {each["metadata"]["name"].lower().replace("_", "-") for each in found}
+    assert {*pins()} <= names
+    # torch's build for CUDA, with NVIDIA's libraries.
+    assert sum(name.startswith("nvidia-") for name in names) > 10
+    assert not (tmp_path / "none").exists()

@@ -188,7 +188,7 @@ def test_long_steps_say_what_they_do(checkout: Checkout) -> None:
         lines = [process.stdout.readline() for _ in range(3)]
         assert lines[1:] == ["installing pip\n", lines[2]]
         assert lines[2].startswith("  0:")
-        assert " MB are there" in lines[2]
+        assert ", 0 packages found, " in lines[2]
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
@@ -220,6 +220,69 @@ def test_pythons_of_version_managers_are_found(checkout: Checkout) -> None:
     assert f"with Python 3.13.0, {managed} " in checkout.set_up()
 
 
+def pretend(checkout: Checkout, program: str) -> None:
+    """Makes the environments of tests, all of whose programs are a line of a shell."""
+    (checkout.folder / "launch" / "setup.sh").write_text("")
+    for name in (".venv", ".venv-python-3.11", ".venv-megatron-0.18.2", ".venv-vllm"):
+        for each in ("ruff", "mypy", "shellcheck", "python"):
+            path = checkout.folder / name / "bin" / each
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"#!/usr/bin/env bash\n{program}\n")
+            path.chmod(0o755)
+
+
+@pytest.mark.parametrize("failing", ["", "ruff", "with_vllm"])
+def test_full_alone_runs_all_environments_and_sums_up(checkout: Checkout, failing: str) -> None:
+    pretend(
+        checkout,
+        f'echo "$(basename "$0") $*" | tee -a called; failing="{failing}"\n'
+        '[ -z "$failing" ] || [[ "$0 $*" != *"$failing"* ]] || bad=1\n'
+        '[[ $0 != */python ]] || echo "${bad:-3 passed}${bad:+ failed}, 1 skipped in 4.56s"\n'
+        "exit ${bad:-0}",
+    )
+    checkout.python.rename(checkout.python.with_name("python3.11"))
+    checkout.python.with_name("python3.11").write_text(PYTHON.replace("3.13", "3.11"))
+    done = subprocess.run(
+        ["bash", "launch/test.sh", "--full"],
+        cwd=checkout.folder,
+        env=checkout.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == bool(failing), done.stderr
+    called = (checkout.folder / "called").read_text().splitlines()
+    tests = [line for line in called if line.startswith("python -m pytest")]
+    assert [" --full -rs" in line for line in tests] == [True] * 3
+    assert "tests/with_vllm" in tests[2]
+    assert "tests/plan" in tests[1]
+    summary = done.stdout.splitlines()[-5:]
+    assert summary[0].startswith("summary of ")
+    assert summary[1] == f"ruff, mypy and shellcheck: {'failed' if failing == 'ruff' else 'passed'}"
+    counts = ["3 passed", "3 passed", "1 failed" if failing == "with_vllm" else "3 passed"]
+    assert summary[2:] == [
+        f"launch/test.sh {flags}--full: {count}, 1 skipped in 4.56s"
+        for flags, count in zip(("", "--python 3.11 ", "--vllm "), counts, strict=True)
+    ]
+
+
+def test_packages_of_pip_s_cache_are_counted(checkout: Checkout) -> None:
+    """Those are neither downloaded nor unpacked for minutes."""
+    (checkout.folder / "lib").mkdir()
+    found = [
+        "Collecting a",
+        "  Downloading a-1.whl (9 MB)",
+        "Collecting b",
+        "  Using cached b-1.whl",
+    ]
+    (checkout.folder / "pip.log").write_text("\n".join(found))
+    script = ". launch/environment.sh; doing_of_pip ."
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=checkout.folder, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2 packages found, 1 MB unpacked: Using cached b-1.whl\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "programs"),
     [
@@ -234,13 +297,7 @@ def test_pythons_of_version_managers_are_found(checkout: Checkout) -> None:
 def test_with_arguments_pytest_alone_runs(
     checkout: Checkout, arguments: list[str], programs: list[str]
 ) -> None:
-    (checkout.folder / "launch" / "setup.sh").write_text("")
-    for name in (".venv", ".venv-python-3.11", ".venv-megatron-0.18.2"):
-        for program in ("ruff", "mypy", "shellcheck", "python"):
-            path = checkout.folder / name / "bin" / program
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text('#!/usr/bin/env bash\necho "$(basename "$0") $*"\n')
-            path.chmod(0o755)
+    pretend(checkout, 'echo "$(basename "$0") $*"')
     command = ["bash", "launch/test.sh", *arguments]
     done = subprocess.run(
         command, cwd=checkout.folder, capture_output=True, text=True, timeout=60, check=True

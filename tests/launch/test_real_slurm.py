@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distca.plan import load_plan
 from support.launches import ROOT, TINY
 from support.real_slurm import Cluster, cluster, missing
 
@@ -102,6 +103,25 @@ def test_a_job_that_slurm_warns_saves_and_queues_itself_again(
     numbers = [int(number) for number, _ in ITERATION.findall(job.output)]
     assert numbers[: int(saved) + 2] == [*range(1, int(saved) + 3)]
     slurm.run("scancel", job.number)
+
+
+@pytest.mark.full
+def test_a_dedicated_server_computes_for_the_node_of_the_model(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    train = "--train-iters 6 --save-interval 6 --seq-length 1024 --max-position-embeddings 1024"
+    train += " --distca-max-document-length 1024"
+    train += f" --tensorboard-dir {tmp_path / 'boards'} --distca-servers dedicated:1"
+    job = Submitted(slurm, tmp_path, *train.split())
+    job.wait_for_state("COMPLETED", "FAILED")
+    assert slurm.job(job.number)["JobState"] == "COMPLETED", job.output
+    losses = [float(loss) for _, loss in ITERATION.findall(job.output)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] < 6
+    plan, _ = load_plan(tmp_path / "boards" / "first_plan.json")
+    assert plan.world_size == 2
+    assert plan.placement.tokens_per_rank().tolist() == [512, 0]
+    assert (plan.loads() > 0).all()
 
 
 def test_a_job_goes_on_after_a_node_failed(slurm: Cluster, tmp_path: Path) -> None:

@@ -178,6 +178,22 @@ def test_ranks_are_those_of_the_job(variables: dict[str, str], ranks: int) -> No
     assert words[words.index("--global-batch-size") + 1] == str(ranks)
 
 
+def test_dedicated_servers_are_no_data_parallel_ranks() -> None:
+    flags = ["--dry-run", "--save", "s", "--tensor-model-parallel-size", "2"]
+    flags += ["--pipeline-model-parallel-size", "1"]
+    nodes = os.environ | {"SLURM_JOB_NUM_NODES": "1"}
+    done = launch("slurm/pretrain_3d.sh", *flags, "--distca-servers=dedicated:2", env=nodes)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert "--ntasks=8" in words
+    assert words[words.index("--global-batch-size") + 1] == "3"
+    for number, why in (("8", "leaves none of 8"), ("3", "5 ranks are no"), ("many", "many")):
+        servers = ["--distca-servers", f"dedicated:{number}"]
+        done = launch("slurm/pretrain_3d.sh", *flags, *servers, env=nodes)
+        assert done.returncode == 2
+        assert why in done.stderr
+
+
 def test_data_that_is_there_is_named_whole(tmp_path: Path) -> None:
     (tmp_path / "a.idx").touch()
     relative = os.path.relpath(tmp_path / "a", ROOT)

@@ -29,6 +29,7 @@ from distca.schedule.serving.handoff.protocol import Transfer
 from support.byte_tokenizer import chat_tokenizer
 from support.ports import free_port
 from support.prefills import Reader, free_address, prompt
+from support.prometheus import program, prometheus, queries_of
 from support.small_models import save_small_model
 from support.vllm_server import (
     LONGEST,
@@ -267,6 +268,42 @@ def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None
     assert_no_blocks_used(server)
     assert server.answers(bodies, 64) == expected
     assert_no_blocks_used(server)
+
+
+def test_every_panel_of_the_dashboard_shows_real_servers(server: Server, tmp_path: Path) -> None:
+    """What a real Prometheus scrapes from vLLM while it answers short and long prompts."""
+    program("prometheus")
+    queries = [query for each in queries_of("vllm").values() for query in each]
+    loaded = "loads_total" + 'outcome="loaded"'
+    before = server.metrics().get(loaded, 0.0)
+    port, log = int(server.url.rpartition(":")[2]), server.folder / "dashboard.log"
+    with (
+        prefill(server.folder, server.address, log),
+        prometheus(tmp_path, [port]) as scraped,
+    ):
+        ready(server)
+        empty, due, rounds = queries, time.monotonic() + 180, 0
+        # Rates are of figures that grow between two scrapes, and quantiles of none are no number.
+        while empty and time.monotonic() < due:
+            bodies = [
+                {"model": "model", "prompt": prompt(1000 + rounds, tokens), "max_tokens": 8}
+                for tokens in (MIN_TOKENS // 2, 8 * MIN_TOKENS)
+            ]
+            assert None not in server.answers(bodies)
+            rounds += 1
+            time.sleep(1.5)
+            empty = [each for each in queries if not any(map(is_number, scraped.ask(each)))]
+        assert empty == []
+        after = server.metrics()[loaded]
+        # Ranks that are slow on a busy machine may lose a prompt to vLLM.
+        assert before + rounds / 2 <= after <= before + rounds
+        query = 'sum(vllm:distca_loads_total{outcome="loaded"})'
+        scraped.wait_for(f"{query} == {after}")
+
+
+def is_number(series: dict[str, Any]) -> bool:
+    """Whether the value of one of Prometheus's series is a number."""
+    return not math.isnan(float(series["value"][1]))
 
 
 def wait_for_ranks(log: Path) -> None:
