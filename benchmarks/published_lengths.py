@@ -63,7 +63,7 @@ def papers(path: Path, name: str) -> Callable[[int, int, int], Int64s]:
 
 
 def _first(lengths: Int64s, total: int) -> Int64s:
-    """The first documents of so many tokens; the list is repeated if it is too short."""
+    """The first documents of that many tokens; the list is repeated if it is too short."""
     lengths = np.tile(lengths, -(-total // int(lengths.sum())))
     count = int(np.searchsorted(np.cumsum(lengths), total)) + 1
     lengths = lengths[:count].copy()

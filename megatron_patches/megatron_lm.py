@@ -190,8 +190,8 @@ def _check_what_the_last_rank_runs(given: Mapping[str, Any]) -> None:
     name = "process_non_loss_data_func"
     if given.get(name) is not None and given.get("non_loss_data_func") is None:
         raise ValueError(
-            f"pretrain() is given {name}, for which Megatron-LM runs a forward pass on the last "
-            "rank alone, and with --distca all ranks take part in one: give non_loss_data_func, "
+            f"pretrain() is given {name}, for which Megatron-LM runs a forward pass only on "
+            "the last rank, and with --distca all ranks take part in one: give non_loss_data_func, "
             f"which all ranks call, or remove {name}"
         )
 

@@ -4,7 +4,7 @@
     python benchmarks/links/slow_link.py --seq-lengths 8192 --output results/ --append
 
 Needs root: each process runs in a network namespace of its own, all joined by a bridge, and each
-link lets through so many Mbit/s in each direction (token buckets): so many that it is busy for
+link has a speed in each direction (token buckets) at which it is busy for
 given shares of a step in which bytes are free, which is measured first. Every step is a real
 training step of `--distca` in three ways, in turn, in the same processes:
 

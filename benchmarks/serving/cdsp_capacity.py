@@ -369,7 +369,7 @@ def plot(found: dict[str, Measured], path: Path) -> None:
 def best_of_all(
     times: PrefillTimes, queued: Sequence[float], tokens: int, pieces: int = 16
 ) -> float:
-    """Least time to the first token over all nested groups, and chunks of so many parts.
+    """Least time to the first token over all nested groups, and chunks of that many parts.
 
     For few ranks of one node: groups are all subsets whose size is a degree.
     """
@@ -379,7 +379,7 @@ def best_of_all(
         for ranks in itertools.combinations(range(len(queued)), degree)
     ]
     edges = [tokens * piece // pieces for piece in range(pieces + 1)]
-    # Earliest end of so many pieces, the last of them on a group. Nothing is done at once.
+    # Earliest end of that many pieces, the last of them on a group. Nothing is done at once.
     ends: dict[tuple[frozenset[int], int], float] = {(frozenset(), 0): 0.0}
     for group in groups:
         free = max(queued[rank] for rank in group)

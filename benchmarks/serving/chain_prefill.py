@@ -106,7 +106,7 @@ class AllProducts(TorchCpuKernel):
 
 
 def _alone(tasks: KernelTasks, rows: int, causal: bool, keys: int | None = None) -> KernelTasks:
-    """One task of so many queries and keys."""
+    """One task of that many queries and keys."""
     of_q, of_k = (torch.tensor([0, end], dtype=torch.int32) for end in (rows, keys or rows))
     return KernelTasks(of_q, of_k, causal, None, tasks.softmax_scale)
 
@@ -311,7 +311,7 @@ def page(title: str, command: str, setting: str, columns: str, rows: Sequence[st
 
 
 def run(args: argparse.Namespace, folder: str, ranks: int) -> list[str]:
-    """Measures on so many ranks; returns rows of the table."""
+    """Measures on that many ranks; returns rows of the table."""
     job = Job(folder, f"{folder}/{ranks}", ranks, args.tokens)
 
     def with_processes(

@@ -181,7 +181,7 @@ def measure(job: Job) -> dict[str, list[Any]]:
 
 
 def rows_of(job: Job) -> list[str]:
-    """The rows of the table of so many ranks."""
+    """The rows of the table of that many ranks."""
     found = measure(job)
 
     def most(ran: Any) -> float:

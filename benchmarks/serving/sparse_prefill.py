@@ -204,7 +204,7 @@ class Processes:
 
 
 def machine_of(ranks: int, gb_per_s: float, factor: float) -> Cluster:
-    """The ranks' machine, with links of that speed and so many times the usual rate of compute."""
+    """The ranks' machine, with links of that speed, and multiples of the usual compute rate."""
     return replace(
         CPUS,
         gpus_per_node=ranks,

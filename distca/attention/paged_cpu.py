@@ -55,7 +55,7 @@ def paged_library(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     Raises:
         RuntimeError: no compiler is installed, it fails, or the cache cannot be written.
     """
-    compiler = host_compiler("attention of decodes on CPUs", "decode more slowly by torch alone")
+    compiler = host_compiler("attention of decodes on CPUs", "decode more slowly, by torch")
     # What the compiler knows of this processor.
     features = run([compiler, "-march=native", "-xc++", "-E", "-dM", "/dev/null"])
     key = (run([compiler, "--version"]), platform.machine(), features, *_FLAGS)

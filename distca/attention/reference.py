@@ -65,7 +65,7 @@ def document_visibility(
 ) -> torch.Tensor:
     """Returns whether each token of packed documents sees each other: bool `[tokens, tokens]`.
 
-    With `attention_chunk` tokens see their own chunk of so many tokens of the document alone.
+    With `attention_chunk` tokens see their own chunk of that many tokens of the document alone.
     """
     tokens = sum(lengths)
     visible = torch.zeros(tokens, tokens, dtype=torch.bool)

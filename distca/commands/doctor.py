@@ -312,7 +312,7 @@ def _transfers_between_machines(nvshmem: str, root: Path = Path("/")) -> Finding
     if parameters.exists() and "PeerMappingOverride=1" in parameters.read_text():
         return Finding(name, "ok", f"GPUs can start transfers (IBGDA), by {', '.join(cards)}")
     cure = (
-        'for GPUs alone: options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;" in '
+        'for GPUs only: options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;" in '
         "/etc/modprobe.d, and a restart"
     )
     if (root / "dev/gdrdrv").exists() or _numbers(nvshmem, 3) >= _RINGS_BY_ITSELF:

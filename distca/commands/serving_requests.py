@@ -91,7 +91,7 @@ def build_parser() -> Parser:
         type=float,
         metavar="X",
         help="Load at which tokens are timed; arrival times are stretched to it. Default: the "
-        "highest that one of the fixed or greedy strategies bears.",
+        "highest that one of the fixed or greedy strategies sustains.",
     )
     ranks = parser.add_argument_group("ranks")
     for name, default, what in (

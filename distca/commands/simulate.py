@@ -149,7 +149,7 @@ def build_parser() -> Parser:
         const="full",
         default="none",
         choices=get_args(Recompute),
-        help="Keep the input of each layer (full) or MLP alone, and run its forward pass again "
+        help="Keep only the input of each layer (full) or MLP, and run its forward pass again "
         "before its backward pass, in all systems; as --recompute-granularity full with one layer, "
         "or selective with --recompute-modules mlp.",
     )

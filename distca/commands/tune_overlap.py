@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     chosen, _ = choose(torch.cuda.get_device_capability(), _HEAD_DIM)
     if chosen.generation != 3:
         raise ValueError(
-            f"core attention's kernel is {chosen}, and FlashAttention 3 alone can leave "
+            f"core attention's kernel is {chosen}, and only FlashAttention 3 can leave "
             "multiprocessors free: there is nothing to tune"
         )
     lines: list[Line] = []

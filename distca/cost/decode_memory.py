@@ -1,4 +1,4 @@
-"""Sizes of the buffers for decode steps: of any that feed so many sequences, wherever keys lie."""
+"""Sizes of the buffers for all decode steps of a number of sequences, wherever their keys lie."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distca.cost.volume import AttentionShape
 def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> CoreAttentionMemory:
     """Sizes of the buffers for one layer's core attention of one query of each sequence.
 
-    They suffice for every decode step of so many sequences, so they are worked out once: one rank
+    They suffice for every decode step of that many sequences, so they are worked out once: one rank
     may own all queries, and send them to all others; or serve all.
 
     Args:

@@ -18,7 +18,7 @@ class Experts:
         ffn_hidden_size: width of each.
 
     Raises:
-        ValueError: a token cannot choose so many.
+        ValueError: a token cannot choose that many.
     """
 
     number: int
@@ -63,7 +63,7 @@ class ModelSize:
         vocab_size: tokens that embedding and output layer know.
         experts: routed experts of each layer; None: the layers are dense.
         window_left: earlier tokens that a query sees in layers with a window; None: there are none.
-        window_attn_skip_freq: every so many-th layer has no window and no chunks; None: none is so.
+        window_attn_skip_freq: period of layers without windows and chunks; None: there are none.
         latents: latents of attention, where `head_dim` is that of a key with what is rotated; None:
             there are none.
         attention_chunk_size: tokens of a chunk in layers whose queries see their own chunk alone;

@@ -103,5 +103,5 @@ class MemoryCosts:
         return self.model.layers // stages * self.model.expert_parameters / self.expert_parallel
 
     def expert_replicas(self, replicas: int) -> int:
-        """GPUs that have the same experts, of a stage of so many servers."""
+        """GPUs that have the same experts, of a stage of that many servers."""
         return max(replicas * self.tensor_parallel // self.expert_parallel, 1)

@@ -31,7 +31,7 @@ Replay = Callable[[], object]
 
 
 def size_for(rows: int) -> int | None:
-    """The number of rows to which so many are padded; None: there is no graph of so many."""
+    """The number of rows to which that many are padded; None: there is no graph of that many."""
     return next((size for size in SIZES if size >= rows), None)
 
 

@@ -59,7 +59,7 @@ def machine_of(profile: Path | None, gb_per_s: float | None) -> Machine:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a choice goes by.
+    """What a choice is based on.
 
     Attributes:
         rates: rates and latencies of a rank.
@@ -84,7 +84,7 @@ class Machine:
         return Machine(rates, profile)
 
     def costs(self, model: ServedModel, ranks: int) -> tuple[InferenceCosts, CostModel]:
-        """Costs of a model's layers on so many ranks, and of its attention.
+        """Costs of a model's layers on that many ranks, and of its attention.
 
         Raises:
             ValueError: the profile was measured for other heads.
@@ -103,7 +103,7 @@ class Machine:
             )
 
     def of_ranks(self, ranks: int) -> Cluster:
-        """The rates of so many ranks' processes, all of one machine."""
+        """The rates of that many ranks' processes, all of one machine."""
         return replace(self.rates, gpus_per_node=max(ranks, self.rates.gpus_per_node))
 
     def selector(

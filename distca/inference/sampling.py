@@ -120,7 +120,7 @@ class SamplingParams:
         temperature: 0 takes the likeliest token.
         seed: seed of the choice: the same tokens whatever the ranks are.
         stops: tokens that end an answer; None: the model's own. With an empty set none does.
-        top_k: only so many of the likeliest tokens are drawn from; 0: all.
+        top_k: only that many of the likeliest tokens are drawn from; 0: all.
         top_p: only the likeliest tokens that have this probability together are drawn from.
         min_p: only tokens at least this likely, relative to the likeliest, are drawn from.
 

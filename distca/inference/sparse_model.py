@@ -40,8 +40,8 @@ class SparseModel:
     ) -> None:
         if any(window is not None for window in model.windows):
             raise ValueError(
-                f"{model.path} has layers with windows, which see near keys alone: choose a model "
-                "without"
+                f"{model.path} has layers with windows, which see only near keys: choose a model "
+                "without windows"
             )
         need_transformers().AttentionInterface.register(_NAME, _attend)
         self._levels, self._device, self._partitions = levels, device, partitions

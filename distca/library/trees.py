@@ -132,7 +132,7 @@ class Tree:
                 if node in self.two_way and bool(inside.any()):
                     raise ValueError(
                         f"rollout {rollout} trains tokens of node {node}, which see each other: "
-                        "give weights of 0, but for the first one's"
+                        "give weights of 0, except for the first one"
                     )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ class Mask:
 
     Query position `i` sees the key positions `[max(0, i - window_left), i]`; with `window_left`
     None it sees `[0, i]`. `window_left` is the first number of Megatron-LM's `--window-size L,0`.
-    With `attention_chunk` it sees those of `[0, i]` that lie in its own chunk of so many tokens,
+    With `attention_chunk` it sees those of `[0, i]` that lie in its own chunk of that many tokens,
     counted from the document's start, as in Llama 4.
 
     Raises:

@@ -129,7 +129,7 @@ def union(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s,
 def covered(
     groups: Int64s, starts: Int64s, ends: Int64s, total_groups: int, times: Sequence[int]
 ) -> Int64s:
-    """Counts the positions that at least so many ranges contain, separately for each group.
+    """Counts the positions that at least that many ranges contain, separately for each group.
 
     Returns int64 `[len(times), total_groups]`.
     """

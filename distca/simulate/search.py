@@ -201,7 +201,7 @@ class _Search:
             worth_it: ratio up to which configurations count as equally fast.
 
         Returns:
-            Those that fit and have run so many batches, the fastest first.
+            Those that fit and have run that many batches, the fastest first.
         """
         ran = min(_SURE, count)
         left = self._run(some, ran)

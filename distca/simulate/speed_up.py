@@ -84,7 +84,7 @@ def _quantile(freedom: int) -> float:
 
 
 def enough_batches(sequences: int) -> int:
-    """Returns how many batches of so many sequences tell a ratio within about 1%.
+    """Returns how many batches of that many sequences tell a ratio within about 1%.
 
     Large batches differ less from each other, so fewer of them are enough. Four are the fewest, for
     the time that they take: their range may be wider.

@@ -47,7 +47,7 @@ NVSHMEM_MODES: tuple[Mode, ...] = ("kernel", "copy-engine")
 
 # NVSHMEM can allocate from this status on; 3.4.5 "succeeds" with 1 where there is no GPU.
 _CAN_ALLOCATE = 2
-# NVSHMEM's heap grows by multiples of so many bytes: NVSHMEM_CUMEM_GRANULARITY's default.
+# NVSHMEM's heap grows by multiples of that many bytes: NVSHMEM_CUMEM_GRANULARITY's default.
 _GRANULE = 1 << 29
 # Lets GPUs start transfers between machines (IBGDA), rather than a thread of the host for which
 # every message waits. NVSHMEM has it off, takes it from the environment alone when it is first

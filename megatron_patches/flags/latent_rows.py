@@ -14,7 +14,7 @@ from megatron_patches.flags.sizes import ModelSizes
 def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
     """Returns why keys and values must travel themselves, and what to do; None: they need not."""
     if not args.multi_latent_attention:
-        return "there are latents with --multi-latent-attention alone, so add that"
+        return "only --multi-latent-attention has latents: add it"
     if config.head_parallel > 1:
         return "ranks share heads, and a latent is of all heads: remove --distca-head-parallel-size"
     if config.dedicated:

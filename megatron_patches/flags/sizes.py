@@ -175,7 +175,7 @@ def share_with_experts(pattern: int | list[int], layers: int) -> float:
     """Returns the part of the layers that have experts.
 
     Args:
-        pattern: `--moe-layer-freq`: every so many-th layer has experts, or 1 for each that has.
+        pattern: `--moe-layer-freq`: the period of layers with experts, or a 1 for each such layer.
         layers: number of layers.
     """
     if isinstance(pattern, int):

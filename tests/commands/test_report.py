@@ -90,6 +90,15 @@ def test_figures_are_the_medians_of_the_boards(trained: Path, printed: dict[str,
 def test_the_page_has_these_figures(trained: Path, printed: dict[str, Any]) -> None:
     page = Page((trained / "page.html").read_text())
     assert page.figures == printed
+    (answer,) = page.texts["h1"]
+    seconds = {name: run["medians"][BUSIEST] for name, run in printed["runs"].items()}
+    first, other = sorted(seconds, key=lambda name: seconds[name])
+    assert (
+        f"A step of {first} needs {seconds[first]:.3g} CPU seconds on its busiest rank; {other} "
+        f"needs {seconds[other]:.3g} ({seconds[other] / seconds[first]:.2f} times as many)."
+    ) in answer
+    # On CPUs, where the ranks share this machine's cores.
+    assert report.ON_CPUS in answer
     head, *rows = page.table("Medians")
     assert head == ["figure", "ours", "plain"]
     for figure, *cells in rows:
@@ -156,6 +165,7 @@ def test_logs_are_read_where_there_are_no_boards(tmp_path: Path, capsys) -> None
     width = max(map(len, report.SHOWN))
     rows = {line[:width].strip(): line[width:].split() for line in table[1:]}
     assert table[0].split()[-2:] == ["logs/ours.log", "logs/plain.out"]
+    assert report.ON_CPUS not in first
     assert rows["s"] == ["2", "4"]
     ours, plain = read_log(tmp_path / "logs" / "ours.log"), read_log(tmp_path / "logs/plain.out")
     assert ours[SECONDS] == {5: 9.5, 10: 2.5, 15: 1.5}

@@ -95,7 +95,7 @@ def test_what_is_dropped_is_what_plans_drop(
 
 def test_windows_are_refused(tmp_path: Path) -> None:
     windows = read_model(str(save_small_model("mistral", tmp_path)), torch.float32)
-    with pytest.raises(ValueError, match="has layers with windows, which see near keys alone"):
+    with pytest.raises(ValueError, match="has layers with windows, which see only near keys"):
         SparseModel(windows, LEVELS, CPU)
 
 

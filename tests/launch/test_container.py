@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 import re
 import shlex
 import shutil
@@ -158,10 +159,10 @@ def test_a_broken_rule_is_found(change: tuple[str, str], rule: str) -> None:
 def test_all_packages_resolve_for_a_machine_with_cuda(tmp_path: Path) -> None:
     """As the image installs them: pip reads metadata, and installs and builds nothing."""
     wanted = [f"{each.name}=={pins()[each.name]}" for each in required()]
-    of_machine = "--python-version 3.13 --implementation cp --platform manylinux_2_28_x86_64"
-    of_machine += " --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
+    if (sys.platform, platform.machine(), sys.version_info[:2]) != ("linux", "x86_64", (3, 13)):
+        pytest.skip("pip chooses wheels of the machine that it runs on: this is not the image's")
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-    command += ["--only-binary", ":all:", *of_machine.split(), "--target", str(tmp_path / "none")]
+    command += ["--only-binary", ":all:", "--target", str(tmp_path / "none")]
     command += ["--quiet", "--report", str(tmp_path / "report.json"), *wanted]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     if re.search(r"Connection|Temporary failure|timed out", done.stderr):

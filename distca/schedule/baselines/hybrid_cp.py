@@ -130,7 +130,7 @@ class _BalancedScheduler(Protocol):
     """What is used of megatron-core's scheduler."""
 
     def gpus_needed(self, tokens: int, /) -> int:
-        """Ranks that a document of so many tokens needs."""
+        """Ranks that a document of that many tokens needs."""
         ...
 
     def get_groups_and_subsamples(

@@ -76,7 +76,7 @@ class BlockPool:
         return self._references[rank].get(block, 0)
 
     def allocate(self, counts: Sequence[int]) -> Blocks:
-        """Takes so many free blocks of each rank, with one reference each: of all ranks, or none.
+        """Takes that many free blocks of each rank, with one reference each: of all ranks, or none.
 
         Returns:
             The blocks of each rank, in rising order.

@@ -84,7 +84,7 @@ class Mover:
         return moves
 
     def make_room(self, sequences: Sequence[Movable], blocks: int) -> list[BlockTransfer]:
-        """Moves so many blocks away from ranks that compute, as far as there is room for them."""
+        """Moves that many blocks away from ranks that compute, as far as there is room for them."""
         moves: list[BlockTransfer] = []
         servers = range(self._computing, self._world_size)
         for each in sequences:

@@ -41,7 +41,7 @@ Parts = tuple[int, ...]
 """Tokens of each rank's part of a prompt."""
 
 SearchedBy = Literal["simulated", "cpu", "wall"]
-"""What a search goes by: simulated seconds, the most CPU seconds of a rank, or seconds to the first
+"""A search minimizes simulated seconds, the most CPU seconds of a rank, or seconds to the first
 token."""
 
 Seconds = Callable[[Int64s], Floats]

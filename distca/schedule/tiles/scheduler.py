@@ -276,8 +276,8 @@ class TilesScheduler:
             least = min(candidate.most_received for candidate in found)
             raise BufferBoundError(
                 f"no plan for these documents keeps to {bound:,} buffer bytes: a server receives "
-                f"up to {least:,} even where only documents that span ranks move. Allow that many, "
-                "or cut documents shorter"
+                f"up to {least:,} even where only documents that span ranks move. Allow that "
+                "many bytes, or cut documents shorter"
             )
         limit = 1 + config.tolerance + _ROUNDING
         best = allowed[0]

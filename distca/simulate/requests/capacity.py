@@ -80,7 +80,7 @@ def profile_rates(
             all ranks could do if each prompt had one group of the best size.
         loads: most loads to find it for.
         improvement_rates: those to try.
-        judge: makes one figure of all times; None: the percentile that capacity goes by.
+        judge: makes one figure of all times; None: the percentile that defines capacity.
     """
     judge = latest_but_few if judge is None else judge
     step = _ideal_load(traces[0], cluster) / 10 if step is None else step

@@ -58,7 +58,7 @@ class ServingCluster:
                 raise ValueError(f"{name} is {value}: give a positive number")
 
     def send_seconds(self, tokens: int, ranks: int) -> float:
-        """Returns the seconds that a chunk's keys and values are under way from so many ranks."""
+        """Returns the seconds that a chunk's keys and values are under way from that many ranks."""
         return tokens / (self.sent_per_second * min(ranks, self.links_of_decode_rank))
 
 

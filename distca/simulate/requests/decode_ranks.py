@@ -34,7 +34,7 @@ class DecodeRank:
 
 
 def choose_decode_rank(ranks: Sequence[DecodeRank], blocks: int) -> int | None:
-    """Returns the freest rank that has so many blocks; None where the request must wait.
+    """Returns the freest rank that has that many blocks; None where the request must wait.
 
     Ranks without a batch have the freeness of a batch of one; of equally free ones, that with more
     blocks and then the first is chosen.

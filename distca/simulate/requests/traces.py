@@ -35,7 +35,7 @@ class RequestTrace:
         return len(self.requests) / last if last > 0 else math.inf
 
     def at_rate(self, per_second: float) -> RequestTrace:
-        """Returns the trace with arrival times stretched to so many requests a second."""
+        """Returns the trace with arrival times stretched to that many requests a second."""
         factor = self.per_second / per_second
         return RequestTrace(
             tuple(Request(r.arrival * factor, r.prompt, r.answer) for r in self.requests)

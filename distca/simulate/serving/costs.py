@@ -73,7 +73,7 @@ class InferenceCosts:
         return Links(max(cluster.gpus_per_node // self.tensor_parallel, 1), *speeds)
 
     def bytes_per_second(self, ranks: int) -> float:
-        """Speed of a GPU's link on the slowest way between so many ranks."""
+        """Speed of a GPU's link on the slowest way between that many ranks."""
         inside = ranks <= self.links.ranks_per_node
         return (self.links.node_gb_per_s if inside else self.links.network_gb_per_s) * 1e9
 

@@ -179,7 +179,7 @@ def _columns(of: _KernelSequences) -> tuple[Int64s | Floats, ...]:
 
 
 def _joined(plan: Plan, tasks: Tasks, q: Int64s, kv: Int64s, share: float) -> _KernelSequences:
-    """Joins tasks of so many queries and keys, in a share of the heads."""
+    """Joins tasks of that many queries and keys, in a share of the heads."""
     # To a single query its own key is one of a full rectangle.
     causal = (tasks.ends_on_diagonal & (tasks.q_end - tasks.q_start > 1)).astype(np.int64)
     # A task on the diagonal stays alone, by its first key.

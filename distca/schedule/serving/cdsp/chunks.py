@@ -60,7 +60,7 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search for chunks goes by.
+    """What a search for chunks is based on.
 
     Attributes:
         times: seconds of a prefill.

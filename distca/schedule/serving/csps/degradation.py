@@ -8,7 +8,7 @@ the *dropped mass* `m`. A layer then adds `a m + b m^2` of its heads' mean to th
 below 0, nor far from those of all layers without need. So less kept is never predicted to be
 better, and layers add up.
 
-Prompts that are held out say how far predictions are off. What is chosen goes by predictions times
+Prompts that are held out say how far predictions are off. Choices use predictions times
 the *headroom*: how many times as much as predicted those prompts were degraded, where little counts
 for less; for that there is a *margin* on top, below which a bound lets nothing be dropped.
 """

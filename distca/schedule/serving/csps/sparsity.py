@@ -154,7 +154,7 @@ class Sparsity:
         return any(ratio < 1 for levels in both for ratio in levels)
 
     def repeated(self, heads: int) -> Sparsity:
-        """Returns the ratios of so many heads, neighbours being copies of one, as tensor-parallel
+        """Returns the ratios of that many heads, neighbours being copies of one, as tensor-parallel
         ranks have them where they outnumber the heads."""
         times = max(heads // self.kv_heads, 1)
         tables = (
@@ -164,7 +164,7 @@ class Sparsity:
         return Sparsity(*tables)
 
     def of_busiest(self, parts: int) -> Sparsity:
-        """Returns the ratios of one of so many equal parts of the heads: in each layer of that
+        """Returns the ratios of one of that many equal parts of the heads: in each layer of that
         which keeps most keys, for which the others wait."""
         size = self.kv_heads // parts
         kept = np.array(self.keys).reshape(self.layers, parts, -1).sum(axis=2)
