@@ -82,6 +82,21 @@ def _commit() -> str:
     return f"commit {commit}" + (" with changes" if changed else "")
 
 
+def run_of(page: str) -> str:
+    """Returns the date and the commit of a page: "DATE from commit COMMIT".
+
+    Args:
+        page: Markdown, or what `provenance` says.
+
+    Raises:
+        ValueError: it does not say.
+    """
+    found = re.search(r"^\*Made on (.*?) with Python", page, re.MULTILINE)
+    if found is None:
+        raise ValueError("the page does not say when and from which commit it was made")
+    return found.group(1)
+
+
 def seconds_of(page: str) -> int | None:
     """Returns the CPU seconds in which a page was made; None: it does not say.
 

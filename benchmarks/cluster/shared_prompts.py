@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
-from benchmarks import pages
+from benchmarks import pages, sources
 from benchmarks.arguments import Parser
 from distca.commands.simulate_rollouts import SYSTEMS, Row, compare, spent
 from distca.cost.model_sizes import MODELS
@@ -111,8 +112,27 @@ def least_gb(size: tuple[int, int, int], gpus: int) -> float:
     return min(least_memory(batches[0], workload, each) for each in tried) / 1e9
 
 
-def page(found: Sequence[tuple[tuple[int, int, int], int, list[Row]]], command: str) -> str:
+@dataclass(frozen=True)
+class Job:
+    """A simulated job.
+
+    Attributes:
+        size: tokens of a prompt, responses to it, and tokens of a response.
+        gpus: number of GPUs.
+        rows: what `compare` returns.
+        run: date and commit of the run that simulated it.
+    """
+
+    size: tuple[int, int, int]
+    gpus: int
+    rows: list[Row]
+    run: str
+
+
+def page(found: Sequence[Job], command: str) -> str:
     """Formats the page."""
+    runs = Counter(job.run for job in found)
+    said = ", ".join(f"{count} on {run}" for run, count in runs.items())
     head = (
         *("prompt x responses x response", "GPUs", "seconds of trees over all ranks"),
         *("one by one, the fastest peer, over it", "whole trees on some ranks over it"),
@@ -123,21 +143,27 @@ def page(found: Sequence[tuple[tuple[int, int, int], int, list[Row]]], command: 
         f"`{command}`: simulated iterations of {MODEL} on {CLUSTER}, one global batch of {GROUPS} "
         f"prompts, log-normal lengths (spread {SPREAD}). Figures over 1 say how many times as long "
         "other ways take. Nothing was measured. Trees have no pipelines.\n\n"
-        + pages.table(head, [line(*each) for each in found])
+        + pages.table(head, [line(job.size, job.gpus, job.rows) for job in found])
+        + f"\n\nJobs by the run that simulated them: {said}. The line below dates this table."
     )
 
 
-def earlier(folders: Sequence[Path]) -> dict[tuple[tuple[int, int, int], int], list[Row]]:
-    """Reads the jobs that earlier runs have simulated."""
+def earlier(folders: Sequence[Path]) -> dict[tuple[tuple[int, int, int], int], Job]:
+    """Reads the jobs that earlier runs have simulated; the last one counts."""
     found = {}
     for folder in folders:
+        text = (folder / "shared_prompts.md").read_text()
+        made = sources.run_of(text)
+        if "--only-earlier" in text:
+            made = f"{made} or before"
         for job in json.loads((folder / "shared_prompts.json").read_text()):
             prompt, responses, response = job["size"]
             rows = [
                 Row(**{**row, "parts": row["parts"] and Breakdown(**row["parts"])})
                 for row in job["rows"]
             ]
-            found[(prompt, responses, response), job["gpus"]] = rows
+            size = prompt, responses, response
+            found[size, job["gpus"]] = Job(size, job["gpus"], rows, job.get("run", made))
     return found
 
 
@@ -162,12 +188,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
         under_way = [pool.submit(simulate, *job, args.systems) for job in left]
         done = [each.result() for each in track(under_way, "shared_prompts.py", "jobs")]
-    simulated |= dict(zip(left, done, strict=True))
-    found = [(*job, simulated[job]) for job in jobs]
-    figures = [
-        {"size": size, "gpus": gpus, "rows": [asdict(row) for row in rows]}
-        for size, gpus, rows in found
-    ]
+    run = sources.run_of(sources.provenance())
+    for job, rows in zip(left, done, strict=True):
+        simulated[job] = Job(*job, rows, run)
+    found = [simulated[job] for job in jobs]
+    figures = [asdict(job) for job in found]
     text = page(found, pages.typed("benchmarks/cluster/shared_prompts.py"))
     pages.save(args.output, "shared_prompts", text, __file__, figures)
 

@@ -11,6 +11,7 @@ ideal is a part of what one rank takes for all trees.
 
 from __future__ import annotations
 
+import json
 import socket
 import statistics
 import sys
@@ -27,16 +28,20 @@ import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
-from benchmarks import pages
+from benchmarks import pages, sources
 from benchmarks.arguments import Parser
+from distca.cost.volume import AttentionShape
 from distca.library import Planner, Rollout, Tree, hugging_face, share_prefixes
 from distca.library.nodes import Nodes
+from distca.library.plans import PlanDocuments
 from distca.machine import cpu_name
 from distca.plan import Mask
 from distca.progress import progress
+from distca.schedule import ScheduleConfig
 
 WAYS = ("one by one", "whole trees", "shared out")
 _VOCABULARY, _HIDDEN, _LAYERS, _HEADS, _KV_HEADS = 512, 128, 2, 8, 2
+_TOLERANCE = 0.02
 _LINEAR_PAIRS = 400
 """Visible pairs that take about as long as the other work on a token of this model."""
 
@@ -154,7 +159,7 @@ def _measure(
     model = _model()
     arguments = hugging_face.planner_arguments(model.config, torch.float32)
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
-    together = Planner(**arguments, tolerance=0.02)
+    together = Planner(**arguments, tolerance=_TOLERANCE)
     by_itself = Planner(**arguments, group=alone)
     measured: dict[tuple[str, str], tuple[int, list[float]]] = {}
     for mix in mixes:
@@ -213,8 +218,24 @@ def measure(ranks: int, mixes: Sequence[str], rounds: int, seed: int) -> list[Ca
     return cases
 
 
-def page(cases: Sequence[Case], command: str) -> str:
-    """Formats the page."""
+def copied_keys(mix: str, ranks: int, seed: int) -> int:
+    """Counts the keys that kernels copy on all ranks, in a layer: those of each branch's path, on
+    each rank that computes a part of the branch."""
+    trees = share_prefixes(MIXES[mix](np.random.default_rng(seed)))
+    config = ScheduleConfig(_TOLERANCE, AttentionShape(_HEADS, _KV_HEADS, _HIDDEN // _HEADS, 4))
+    (plan,) = PlanDocuments("tiles", config, (Mask(),), ranks)(trees).plans
+    return int((plan.tasks.kv_end - plan.tasks.kv_start).sum())
+
+
+def page(cases: Sequence[Case], command: str, seed: int, run: str) -> str:
+    """Formats the page.
+
+    Args:
+        cases: figures of all ways.
+        command: what made it.
+        seed: seed of the rollouts.
+        run: date and commit of the run that measured.
+    """
     of = {(case.mix, case.way, case.ranks): case for case in cases}
     rows = []
     for (mix, way, ranks), case in of.items():
@@ -236,12 +257,13 @@ def page(cases: Sequence[Case], command: str) -> str:
                 f"{apart.median / case.median:.2f}",
                 f"{whole.median / case.median:.2f}",
                 f"{ideal.median / ranks / case.median:.2f} ({least:.2f} to {most:.2f})",
+                f"{copied_keys(mix, ranks, seed) / copied_keys(mix, 1, seed):.2f}",
             )
         )
     head = (
         *("rollouts", "ranks", "tokens one by one", "tokens of trees", "one by one"),
         *("whole trees", "shared out", "one by one over shared out"),
-        *("whole trees over shared out", "of the ideal"),
+        *("whole trees over shared out", "of the ideal", "keys copied, over one rank's"),
     )
     rounds = len(cases[0].busiest)
     return (
@@ -251,7 +273,11 @@ def page(cases: Sequence[Case], command: str) -> str:
         f"torch {torch.__version__}. *Of the ideal* is what one rank takes for all trees, over the "
         "number of ranks, over what the busiest rank takes; in brackets the least and the greatest "
         "of any two rounds. Exchanges between processes of one machine count as the CPU seconds "
-        "that they take.\n\n" + pages.table(head, rows)
+        "that they take. *Keys copied*: a kernel copies the keys of a branch's path, and each rank "
+        "that computes a part of a branch has a copy of its own. Copies and exchanges are what the "
+        "ideal leaves out.\n\n"
+        + pages.table(head, rows)
+        + f"\n\nMeasured on {run}, beside other work. The line below dates this table."
     )
 
 
@@ -263,14 +289,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--earlier", type=Path, metavar="DIR", help="Measure nothing anew.")
     args = parser.parse_args(argv)
-    cases = []
-    numbers = list(dict.fromkeys([1, *args.ranks]))
+    cases: list[Case] = []
+    run = sources.run_of(sources.provenance())
+    if args.earlier is not None:
+        run = sources.run_of((args.earlier / "rollouts.md").read_text())
+        for each in json.loads((args.earlier / "rollouts.json").read_text()):
+            cases.append(Case(**{**each, "busiest": tuple(each["busiest"])}))
+    numbers = [] if cases else list(dict.fromkeys([1, *args.ranks]))
     with progress("rollouts.py", "numbers of ranks", len(numbers)) as shown:
         for ranks in numbers:
             cases += measure(ranks, args.mixes, args.rounds, args.seed)
             shown.update()
-    text = page(cases, pages.typed("benchmarks/training/rollouts.py"))
+    text = page(cases, pages.typed("benchmarks/training/rollouts.py"), args.seed, run)
     pages.save(args.output, "rollouts", text, __file__, [asdict(case) for case in cases])
 
 

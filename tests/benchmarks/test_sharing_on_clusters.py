@@ -36,6 +36,7 @@ def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
     page = (tmp_path / "again" / "shared_prompts.md").read_text().splitlines()
     assert page[6].split(" | ") == cells
     assert "--earlier DIR ...`: simulated" in page[2]
+    assert page[8].startswith(f"Jobs by the run that simulated them: 1 on {job['run']}.")
 
 
 def test_ways_that_do_not_fit_say_why() -> None:
