@@ -47,6 +47,10 @@ BY_HAND = {
 }
 """Pages that no single command makes."""
 _STATES = ("fresh", "stale", "older")
+_MEANING = (
+    "fresh: no file that the page's command imports has changed since it was made; stale: one has, "
+    "which need not change a figure; older: made before pages noted that"
+)
 _COMMAND = re.compile(r"python (benchmarks/[^`\n]+)")
 
 
@@ -169,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         print("\n".join(map(str, known.values())))
         counts = [sum(page.state == state for page in known.values()) for state in _STATES]
+        print(_MEANING)
         print(", ".join(f"{n} {state}" for n, state in zip(counts, _STATES, strict=True)))
     failed = 0
     for page in chosen:

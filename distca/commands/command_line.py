@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -38,10 +38,18 @@ class Parser(argparse.ArgumentParser):
         description: purpose of the command.
         epilog: examples.
         forms: words after the command's name that would have been other parsers'.
+        others: flags that other commands have, and what is meant by them here.
     """
 
-    def __init__(self, name: str, description: str, epilog: str, forms: Sequence[str] = ()) -> None:
-        self._forms = forms
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        epilog: str,
+        forms: Sequence[str] = (),
+        others: Mapping[str, str] | None = None,
+    ) -> None:
+        self._forms, self._others = forms, others or {}
         super().__init__(
             prog=f"distca {name}",
             description=description,
@@ -62,6 +70,7 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             if flag.startswith("--") and flag not in known:
                 near = difflib.get_close_matches(flag, known, 1)
+                near = [self._others[flag]] if flag in self._others else near
                 self.error(f"no flag {flag}" + (f": is {near[0]} meant?" if near else ""))
         return self.parse_args(argv)
 

@@ -72,6 +72,8 @@ _DESCRIPTION = """\
 Plans the core attention of one batch of documents, and prints how balanced it is and how many
 bytes it moves. Nothing is trained, and no GPU is needed: the figures are what a run would have.
 """
+_OF_SIMULATE = {"--context": "--max-document-length"}
+"""Flags of `distca simulate`, and what they are here."""
 _EXAMPLES = """\
 examples:
   distca plan --distribution pretrain --servers 64 --tokens-per-server 65536 --model llama-34b
@@ -89,7 +91,7 @@ the mean core attention, and 1.099 times in this plan.
 
 def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = Parser("plan", _DESCRIPTION, _EXAMPLES, serving_step.KINDS)
+    parser = Parser("plan", _DESCRIPTION, _EXAMPLES, serving_step.KINDS, _OF_SIMULATE)
     documents = parser.add_argument_group("documents (one of)").add_mutually_exclusive_group(
         required=True
     )

@@ -281,7 +281,10 @@ def _progress(run: Run) -> str:
             f"iterations {steps[0]} to {steps[-1]}, loss {run.losses[steps[0]]:.4g} to "
             f"{run.losses[steps[-1]]:.4g}"
         )
-    if SPEED in (found := run.medians()):
+    found = run.medians()
+    if BUSIEST in found:
+        parts.append(f"{found[BUSIEST]:.3g} CPU seconds of a step's busiest rank")
+    elif SPEED in found:
         parts.append(f"{found[SPEED]:,.0f} tokens/s")
     return f"{', '.join(parts) or 'no losses'}."
 

@@ -233,7 +233,7 @@ def _instead(summary: PlanSummary) -> str:
     """Says what the bytes are where no query moves; nothing where one does, or no byte is."""
     if summary.query_rows_moved or not summary.key_rows_moved:
         return ""
-    return f"; {counted(summary.key_rows_moved, 'row')} of keys and values are sent to them"
+    return f"; {counted(summary.key_rows_moved, 'row')} of keys and values go to servers"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Pretrains on documents that are longer than a rank's tokens: where others add context parallelism
 # to tensor, pipeline and data parallelism, --distca spreads a document's core attention over all
-# servers. A window, data-parallel size x --seq-length, must hold the longest document. From the
-# repository's root:
+# servers. A window, data-parallel size x --seq-length, must hold the longest document. Its sizes are an
+# example of all four dimensions; distca simulate prints those that suit a job. From the repository's root:
 #
 #     sbatch --nodes 8 launch/slurm/pretrain_4d.sh --data-path corpus --tokenizer-model llama/ --save checkpoints/4d
 #

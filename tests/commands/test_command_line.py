@@ -81,6 +81,7 @@ def test_a_status_is_kept_though_nobody_reads(work: str, status: int) -> None:
         (["plan", *PLAN, "--sede", "1"], "distca plan: no flag --sede: is --seed meant?"),
         # The mistake, and not what is missing because of it.
         (["plan", "--distribtion=fixed"], "no flag --distribtion: is --distribution meant?"),
+        (["plan", "--context", "9"], "no flag --context: is --max-document-length meant?"),
         (["plan", *PLAN, "--qwertyuiop"], "distca plan: no flag --qwertyuiop (see"),
         (["plan", *PLAN, "more"], "distca plan: unrecognized arguments: more"),
         # A word that is no flag, and not what is missing because of it.

@@ -70,6 +70,7 @@ RUN_IF_FULL = (
 )
 NOT_RUN = {
     r".* --help|(bash )?launch/(local|slurm/\w+)\.sh --dry-run.*": "run when its flags are checked",
+    r"distca simulate --exchanges copy-engines": "a part of a command",
     SIMULATED: "run with --plot, as docs/when_it_helps.md has it",
     r"python docs/(make_reference|plot_(?!trace)\w+)\.py.*": "run by test_docs.py",
     r"(source|export) .*": "sets up a shell",

@@ -59,7 +59,7 @@ class Submitted:
         )
 
     def wait_for_state(self, *states: str) -> None:
-        self.slurm.wait_for(lambda: self.slurm.job(self.number)["JobState"] in states, 240)
+        self.slurm.wait_for(lambda: self.slurm.job(self.number)["JobState"] in states, 480)
 
 
 def test_nodes_that_failed_are_found_by_their_states(slurm: Cluster) -> None:

@@ -294,7 +294,7 @@ def test_the_summary_says_what_moves_where_no_query_does() -> None:
     assert (summary.query_rows_moved, summary.bytes_total > 0) == (0, True)
     assert summary.key_rows_moved * SHAPE.kv_row_bytes == summary.bytes_total
     (line,) = [each for each in format_summary(summary).splitlines() if "queries moved" in each]
-    rows = f"{summary.key_rows_moved:,} rows of keys and values are sent to them"
+    rows = f"{summary.key_rows_moved:,} rows of keys and values go to servers"
     assert line.endswith(f"0 rows, 0.0%; {rows}")
     # Where queries move, the line is of these alone; where nothing does, of nothing.
     text = format_summary(
