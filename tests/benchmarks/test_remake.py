@@ -93,8 +93,9 @@ def test_the_list_and_what_is_refused(
     repository: Repository, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert remake.main([]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
+    *lines, meaning, last = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [["older", "page", "published"]]
+    assert all(f"{state}: " in meaning for state in ("fresh", "stale", "older"))
     assert last == "0 fresh, 0 stale, 1 older"
     refused = {
         ("nosuch",): "no page 'nosuch': choose from page",
