@@ -65,9 +65,10 @@ def log_first_plan(
     planner, documents = reader.planner, reader.documents(first_sample, micro_batches)
     if reader.bound is None:
         shared_out: Sequence[PlannedMicroBatch] = planner.micro_batches(documents)
+        schedule = planner.options.tick_schedule(len(shared_out), planner.stages)
     else:
-        shared_out = reader.bound.plan(planner, documents)[0].micro_batches
-    schedule = planner.options.tick_schedule(len(shared_out), planner.stages)
+        bounded, _ = reader.bound.plan(planner, documents)
+        shared_out, schedule = bounded.micro_batches, bounded.schedule
     # The first tick of those in which most stages work.
     tick = max(schedule.ticks, key=lambda each: sum(work is not None for work in each.work))
     (planned,) = planner.ticks(shared_out, [tick])
@@ -209,10 +210,8 @@ class MemoryWarning:
         if bound is None or counted.peak is None or counted.peak <= bound.nbytes:
             return
         logger.warning(
-            "the global batch from sample %d on needs %.1f GB of a GPU, but %s allows %.1f: its "
-            "longest documents need as much, however many micro-batches there are. Later ones are "
-            "not logged",
-            *(first_sample, counted.peak / 1e9, bound.limit, bound.nbytes / 1e9),
+            "the global batch from sample %d on %s. Later ones are not logged",
+            *(first_sample, bound.why_above(counted.batch, counted.peak)),
         )
         self._bound = None
 

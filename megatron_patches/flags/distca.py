@@ -240,7 +240,9 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="GB",
         help="With --distca-pool-size: most memory of a GPU that a training step may need, by the "
         "memory model of `distca simulate`. Micro-batches become more and smaller where one would "
-        "need more. Default: the memory of the smallest GPU; without GPUs, no limit.",
+        "need more, and a pipeline holds fewer at a time where that does not suffice. A run ends "
+        "at its start if its longest document needs more alone. Default: the memory of the "
+        "smallest GPU; without GPUs, no limit.",
     )
     group.add_argument(
         "--distca-trace",

@@ -297,7 +297,8 @@ def test_a_document_that_memory_does_not_hold(ranks) -> None:
     flags += ["--distca-memory-gb", "0.002"]
     message = ranks.run(refusal, flags, many_documents(4096), world_size=4)
     assert len(set(message)) == 1
-    assert "the longest document, of 500 tokens, needs 0.0 GB" in message[0]
+    assert "the longest document, of 500 tokens, needs" in message[0]
+    assert "but --distca-memory-gb 0.002 allows 2.00 MB" in message[0]
 
 
 def refusal(flags: list[str], lengths: list[int]) -> str:

@@ -172,18 +172,18 @@ class GlobalBatchPlanner:
         Raises:
             ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
         """
-        return self._with_ticks(self.micro_batches(incoming))
+        return self.with_ticks(self.micro_batches(incoming))
 
-    def plan_assigned(self, parts: Sequence[Sequence[Documents]]) -> PlannedGlobalBatch:
-        """Plans a global batch whose documents are assigned to server pools.
+    def with_ticks(
+        self, micro_batches: Sequence[PlannedMicroBatch], schedule: TickSchedule | None = None
+    ) -> PlannedGlobalBatch:
+        """Plans the ticks of planned micro-batches.
 
         Args:
-            parts: documents of each pool in each micro-batch, as `assign` returns them.
+            micro_batches: all micro-batches of a global batch.
+            schedule: ticks of as many micro-batches; None: those of the options.
         """
-        return self._with_ticks(self._of_pools(parts))
-
-    def _with_ticks(self, micro_batches: Sequence[PlannedMicroBatch]) -> PlannedGlobalBatch:
-        schedule = self.options.tick_schedule(len(micro_batches), self.stages)
+        schedule = schedule or self.options.tick_schedule(len(micro_batches), self.stages)
         ticks = self.ticks(micro_batches, schedule.ticks)
         size = None if self._server_pools is None else self._server_pools.size
         return PlannedGlobalBatch(
@@ -226,7 +226,7 @@ class GlobalBatchPlanner:
         sizes = [documents.micro_batches for documents in incoming]
         assert sizes == chain_sizes(sum(sizes), self.options.chain), f"chains of {sizes}"
         if self._server_pools is not None:
-            return self._of_pools(self.assign(incoming))
+            return self.plan_assigned(self.assign(incoming))
         tokens = {int(d.lengths.sum()) / d.micro_batches for d in incoming}
         parts = self.ranks * (2 if self.options.ping_pong else 1)
         if len(tokens) != 1 or next(iter(tokens)) % parts:
@@ -240,8 +240,12 @@ class GlobalBatchPlanner:
             planned += self._plan_chain(documents, len(planned))
         return planned
 
-    def _of_pools(self, parts: Sequence[Sequence[Documents]]) -> list[PlannedMicroBatch]:
-        """Plans micro-batches, each pool's documents over its own ranks."""
+    def plan_assigned(self, parts: Sequence[Sequence[Documents]]) -> list[PlannedMicroBatch]:
+        """Plans micro-batches, each pool's documents over its own ranks.
+
+        Args:
+            parts: documents of each pool in each micro-batch, as `assign` returns them.
+        """
         assert self._server_pools is not None
         planned = []
         for number, of_pools in enumerate(parts):
