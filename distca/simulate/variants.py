@@ -331,7 +331,8 @@ def last_resorts(
     plain = [
         replace(
             each,
-            pool_size=None,
+            # Server pools alone have any number of micro-batches.
+            pool_size=each.data if workload.sequences % each.micro_batches else None,
             wide_documents=None,
             ping_pong=True,
             keeps_inputs=False,

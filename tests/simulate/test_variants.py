@@ -102,5 +102,10 @@ def test_chains_are_tried_where_nothing_fits() -> None:
     assert any(each.chain > 1 and each.max_in_flight is not None for each in some)
     for each in some:
         assert simulate(each, job, batch(0)).gpus == job.gpus
+    pool = replace(failed[0], micro_batches=6, pool_size=1)
+    uneven = last_resorts([pool], job, 0.2)
+    assert {(each.pool_size, each.chain) for each in uneven} == {(2, 1)}
+    for each in uneven:
+        assert simulate(each, job, batch(0)).gpus == job.gpus
     peers = [replace(each, system="plain") for each in failed]
     assert {each.chain for each in last_resorts(peers, job, None)} == {1}
