@@ -25,6 +25,7 @@ from distca.simulate.speed_up import SpeedUp
 from distca.simulate.stand_ins import StandIns
 from distca.simulate.trials import Trial
 from distca.simulate.variants import (
+    is_simple,
     last_resorts,
     may_fit_in_halves,
     only_divides_further,
@@ -407,8 +408,7 @@ class _Search:
         return None
 
     def _most_tried(self, some: Sequence[Candidate]) -> list[Candidate]:
-        """Returns those that fit so far: first those that have run most batches, of these first the
-        fastest."""
+        """Returns those that fit so far, by the batches that they ran, then the fastest first."""
         ran = {each: len(self.trials[each]) for each in some if self._fits(each)}
         return sorted(ran, key=lambda each: (-ran[each], self._seconds(each, ran[each])))
 
@@ -416,7 +416,8 @@ class _Search:
         """Configurations that have not run, for a workload in which none fits."""
         failed = sorted(self.trials, key=lambda c: max(t.memory_gb for t in self.trials[c]))
         some = last_resorts(failed, self.workload, self.effort.last_tolerance)
-        return [candidate for candidate in some if candidate not in self.trials]
+        able = [c for c in some if c.stages == 1 or is_simple(c) or self._stand_ins.able([c])]
+        return [each for each in able if each not in self.trials]
 
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps.
@@ -490,7 +491,6 @@ class _Search:
         return all(trial.fits for trial in self.trials.get(candidate, ()))
 
     def _seconds(self, candidate: Candidate, count: int) -> float:
-        """Returns the seconds of the first batches."""
         return sum(trial.seconds for trial in self.trials[candidate][:count])
 
     def _substitutes(self, some: Sequence[Candidate]) -> list[Candidate]:

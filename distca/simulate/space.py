@@ -137,8 +137,11 @@ def candidates(
     """
     found = []
     for candidate in divisions(system, workload, tensor, stages, most_micro_batches):
-        bounded = [candidate, *with_fewer_in_flight(candidate)]
-        tried = [*bounded, *with_uneven_micro_batches(bounded[-1], workload)]
+        tried = [
+            candidate,
+            *with_fewer_in_flight(candidate),
+            *with_uneven_micro_batches(candidate, workload),
+        ]
         usable = workload.cluster.usable_bytes
         found += [each for each in tried if least_memory(each, workload) <= usable][:1]
     return found

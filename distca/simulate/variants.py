@@ -41,11 +41,12 @@ def with_uneven_micro_batches(candidate: Candidate, workload: Workload) -> list[
     the largest first.
 
     Only server pools have them, be it one pool of all ranks: their micro-batches differ in tokens.
-    A document that is longer has one alone, so that the longest decides what fits.
+    A document that is longer has one alone, so that the longest decides what fits. Pipelines have
+    chains of micro-batches instead.
     """
     least = max(candidate.micro_batches, workload.sequences)
     size = candidate.pool_size or candidate.data
-    if candidate.system != "tiles" or candidate.chain > 1:
+    if candidate.system != "tiles" or candidate.stages > 1:
         return []
     if candidate.micro_batches < workload.sequences:
         return []
@@ -317,22 +318,24 @@ def with_near_micro_batches(candidate: Candidate, workload: Workload) -> list[Ca
 def last_resorts(
     failed: Sequence[Candidate], workload: Workload, last_tolerance: float | None
 ) -> list[Candidate]:
-    """Returns configurations for a workload in which none fits: with another tolerance, with
-    smaller buffers and in chains, which cost time.
+    """Returns configurations for a workload in which none fits: with another tolerance, in chains,
+    and with smaller buffers, which cost time.
 
     Args:
         failed: configurations that do not fit, those first that need least memory.
         workload: model, cluster and sizes.
         last_tolerance: value of `Candidate.tolerance` to try; None: none.
     """
-    sizes = list(dict.fromkeys(map(sizes_of, failed)))[:_LAST_RESORTS]
-    least = [next(c for c in failed if sizes_of(c) == each) for each in sizes]
+    kinds: dict[object, Candidate] = {}
+    for each in failed:
+        kinds.setdefault((each.tensor, each.stages, each.context, _is_uneven(each, workload)), each)
+    least = [*kinds.values()][:_LAST_RESORTS]
     # Variants that only ran a batch may need more memory in others.
     plain = [
         replace(
             each,
             # Server pools alone have any number of micro-batches.
-            pool_size=each.data if workload.sequences % each.micro_batches else None,
+            pool_size=each.data if _is_uneven(each, workload) else None,
             wide_documents=None,
             ping_pong=True,
             keeps_inputs=False,
@@ -342,14 +345,26 @@ def last_resorts(
     ]
     tolerances = dict.fromkeys((None, last_tolerance))
     tolerant = [replace(each, tolerance=t) for each in plain for t in tolerances]
-    smaller = [o for each in tolerant for o in with_smaller_buffers(each, workload)]
-    chains = [o for each in plain for o in with_chains(each, workload)]
+    # Plans of longer chains take minutes.
+    chains = [o for each in plain for o in with_chains(each, workload)[:1]]
+    # The loosest tolerance moves the fewest bytes.
+    loose = [each for each in tolerant if each.tolerance == last_tolerance]
     return [
         *tolerant,
-        *smaller,
         *chains,
-        *(o for each in chains for o in with_fewer_in_flight(each)),
+        *(o for each in loose for o in with_smaller_buffers(each, workload)),
     ]
+
+
+def is_simple(candidate: Candidate) -> bool:
+    """Whether a configuration has neither chains nor server pools, whose whole plans in a pipeline
+    take minutes."""
+    return candidate.chain == 1 and candidate.pool_size is None
+
+
+def _is_uneven(candidate: Candidate, workload: Workload) -> bool:
+    """Whether sequences do not divide evenly into the micro-batches."""
+    return workload.sequences * candidate.chain % candidate.micro_batches != 0
 
 
 def only_divides_further(candidate: Candidate, other: Candidate) -> bool:
