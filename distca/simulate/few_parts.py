@@ -235,7 +235,8 @@ def _planned(
         # All ranks are one pool.
         size = candidate.data
     few = replace(candidate, data=len(parts[0]) * size, pool_size=size, wide_documents=None)
-    return planner_of(few, workload).plan_assigned(parts)
+    planner = planner_of(few, workload)
+    return planner.with_ticks(planner.plan_assigned(parts))
 
 
 def _run_all(some: Sequence[_Few], costs: ModelCosts) -> Outcome:
