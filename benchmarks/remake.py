@@ -131,7 +131,8 @@ def remake(page: Page, published: Path | None) -> list[Path]:
 def _figures(path: Path) -> bytes:
     """What a file says, but for how a page was made."""
     data = path.read_bytes()
-    return re.sub(rb"\n(\*Made on .*\n\n)?<!-- made by .*\n", b"\n", data)
+    made = rb"\n\*(Made|Stored) on .*\n(\n<!-- made by .*\n)?|\n<!-- made by .*\n"
+    return re.sub(made, b"\n", data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,6 +71,9 @@ def test_a_page_is_made_by_its_command(repository: Repository, tmp_path: Path) -
     # The same figures are the same whenever they were made.
     (repository.results / "page.md").write_text(text.replace("*Made on 2", "*Made on 1"))
     assert remake.remake(fresh, tmp_path / "lengths") == []
+    older_page = text[: text.index("*Made on ")] + "*Stored on 2026-11-22 in commit 0123abcd.*\n"
+    (repository.results / "page.md").write_text(older_page)
+    assert remake.remake(fresh, tmp_path / "lengths") == []
     repository.write_script(2)
     assert repository.page().state == "stale"
     assert len(remake.remake(repository.page(), tmp_path / "lengths")) == 2
