@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from statistics import geometric_mean, mean, median
+from statistics import mean, median
 
 from benchmarks.cluster.validate_simulator import Prediction, of_ratios, ratio_errors
 from benchmarks.training.setting import MODES
@@ -444,25 +444,6 @@ def test_exposed_transfers_of_prefills() -> None:
     told = f"at most {max(exposed):.1f}% of the prefill was exposed on links that were busy for up"
     assert f"{told} to {max(busy):.2f} of it" in shown
     assert max(exposed) <= 5
-
-
-def test_jobs_beside_peers() -> None:
-    """What README and the index say of the simulated jobs is what their page has."""
-    found = json.loads((RESULTS / "cluster" / "beside_peers.json").read_text())
-    ratios = [each["ratio"] for each in found.values() if all(each["fits"])]
-    typical = geometric_mean(ratios)
-    readme = (ROOT / "README.md").read_text()
-    behind = {0: "none"}[sum(ratio < 1 - 1e-6 for ratio in ratios)]
-    of_all = f"{min(ratios):.3f} to {max(ratios):.3f} times as fast"
-    assert (
-        f"In {len(ratios)} simulated jobs it is {of_all}, {typical:.3f} in the geometric" in readme
-    )
-    assert f"and slower in {behind} (" in readme
-    index = INDEX.read_text()
-    assert f"of {len(found)} named jobs both fit in memory in {len(ratios)}." in index
-    assert f"DistCA is {of_all} as the fastest peer, {typical:.3f} in the geometric" in index
-    assert sum(round(ratio, 3) <= 1.01 for ratio in ratios) == 5
-    assert "Five gain 1% or less" in index
 
 
 def test_pools_on_real_processes() -> None:
