@@ -85,6 +85,11 @@ class Segment:
     def world_size(self) -> int:
         return self.stages * self.shards * self.replicas
 
+    @property
+    def pool_size(self) -> int | None:
+        """Ranks of a server pool; None: the run has none."""
+        return 1 if self.distca and self.replicas > 1 and self.micro_batches != 2 else None
+
     def steps(self, begun: Progress) -> int:
         """Samples of the whole run by its schedule, as Megatron-LM counts them."""
         return (begun.iteration + self.iterations + self.more) * self.global_batch
@@ -122,6 +127,8 @@ class Segment:
             "--train-iters": stop + self.more,
             "--exit-interval": max(stop, 1),
         }
+        if self.pool_size is not None:
+            given["--distca-pool-size"] = self.pool_size
         switches = {
             "--distca": self.distca,
             "--sequence-parallel": self.shards > 1,

@@ -26,6 +26,7 @@ LAYOUTS = {
     "dense": (1, "--seq-length 768 --global-batch-size 2 --attention-backend unfused"),
     "DP2": (2, "--seq-length 384 --global-batch-size 4 --distca"),
     "DP2, whole": (2, "--seq-length 384 --global-batch-size 4 --distca --no-distca-ping-pong"),
+    "DP2, pools": (2, "--seq-length 384 --global-batch-size 4 --distca --distca-pool-size 1"),
     "DP3": (3, f"--seq-length 256 --global-batch-size 6 --distca {OTHER_SIZE}"),
 }
 
