@@ -283,6 +283,7 @@ def test_what_is_drawn(seeds: int) -> None:
     runs = [run for _, run in gone_on]
     for name in ("stages", "shards", "replicas", "distca", "micro_batch", "seq_length"):
         assert len({getattr(run, name) for run in runs}) > 1, name
+    assert {run.pool_size for run in runs} == {None, 1}
     assert len({run.global_batch for run in runs}) > 3
     assert len({run.rate / before.rate for before, run in gone_on}) == 3
     assert {run.steps(before) > before.steps for before, run in gone_on} == {True, False}
