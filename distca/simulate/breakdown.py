@@ -76,7 +76,7 @@ class Breakdown:
         return Breakdown(**{name: factor * each for name, each in asdict(self).items()})
 
     def as_shown(self) -> dict[str, float]:
-        """Returns the parts by name, of which none is negative; their sum is the iteration.
+        """Returns the parts by name. None is negative, and their sum is the iteration.
 
         What is below 0 is taken from the largest costs beside the linear layers and attention.
         """

@@ -20,8 +20,8 @@ _BUFFERS = (4.0, 3.0, 2.5, 2.0)
 _UNEVEN = 1.2
 """Step between numbers of micro-batches smaller than a sequence."""
 _MOST_UNEVEN, _MOST_PARTS = 2, 16
-"""Bounds of these numbers for each sequence of a global batch: of micro-batches, and of what ranks
-have of one. Few ranks may have more micro-batches, of which each has as many documents."""
+"""Bounds of these numbers for each sequence of a global batch: micro-batches, and micro-batches
+times ranks. Few ranks may have more micro-batches, each with as many documents."""
 _OTHER_NUMBERS, _NEAR_NUMBERS = (0.5, 0.7, 1.4), (0.85, 0.92, 1.15)
 """Numbers of micro-batches of server pools that are tried, times the number of the fastest; and
 then of the fastest of these."""

@@ -213,7 +213,7 @@ class _Search:
             count = min(self._more(needed, count, single), self._most)
 
     def may_fit(self, in_flight: int | None) -> bool:
-        """Returns whether some number of micro-batches may fit with so many in flight."""
+        """Returns whether any number of micro-batches may fit with this number in flight."""
         allowed = self.bound.nbytes
         if self._least(self.fewest_micro_batches, in_flight) <= allowed:
             return True
@@ -278,7 +278,7 @@ class _Search:
         return self.planner.with_ticks(self.planned[count], self._schedule(count, in_flight))
 
     def _more(self, needed: float, count: int, single: bool) -> int:
-        """Returns a larger number of micro-batches, of which all may fit.
+        """Returns a larger number of micro-batches, which may all fit.
 
         Args:
             needed: bytes that so many need.

@@ -56,7 +56,12 @@ class StepMemory:
     head_parallel: int = 1
 
     def state_bytes(self, stages: int, servers: int) -> list[float]:
-        """Returns the bytes of the model's state on each GPU of each stage, of so many servers."""
+        """Returns the bytes of the model's state on a GPU, for each stage.
+
+        Args:
+            stages: number of pipeline stages.
+            servers: number of servers in a stage.
+        """
         replicas = servers * self.head_parallel
         return [self.costs.state_bytes(stage, stages, replicas) for stage in range(stages)]
 
@@ -74,9 +79,9 @@ class StepMemory:
         for planned_tick in planned.ticks:
             of_plans = list(memory_of(planned_tick))
             # Each nano-batch has the same tokens with all masks.
-            alike = masks.select(of_plans, 0)
-            nano_batches = len(alike)
-            kept = layers * np.sum([each.borrowed_bytes for each in alike], axis=0)
+            of_first = masks.select(of_plans, 0)
+            nano_batches = len(of_first)
+            kept = layers * np.sum([each.borrowed_bytes for each in of_first], axis=0)
             if self.backward == "keep":
                 kept = kept + _received(planned, of_plans, layers)
             kernels = np.zeros(count, dtype=np.int64)
@@ -84,7 +89,7 @@ class StepMemory:
                 kernels = np.stack([each.kernel_memory for each in of_plans]).max(axis=0)
             for each in of_plans:
                 buffers = buffers.union(each.memory)
-            tokens = np.sum([each.own_tokens for each in alike], axis=0) / self.head_parallel
+            tokens = np.sum([each.own_tokens for each in of_first], axis=0) / self.head_parallel
             ticks.append(_TickBytes(tokens, kept, kernels))
         # Row indices of all masks are there at once.
         buffers = replace(buffers, indices=len(masks.masks) * buffers.indices)
