@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as benchmarks/__init__.py says
 
 from benchmarks import sources
+from distca.whole_file import write_text
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -61,7 +62,7 @@ def write(path: Path, page: str, script: str | None) -> None:
     end = ""
     if script is not None:
         end = f"\n{sources.provenance()}\n\n{sources.mark(Path(script))}\n"
-    path.write_text(f"{page.rstrip()}\n{end}", encoding="utf-8")
+    write_text(path, f"{page.rstrip()}\n{end}")
 
 
 def save(folder: Path, name: str, page: str, script: str, figures: Any = None) -> None:
@@ -74,8 +75,7 @@ def save(folder: Path, name: str, page: str, script: str, figures: Any = None) -
         script: `__file__` of the script that makes it.
         figures: what JSON can hold.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     write(folder / f"{name}.md", page, script)
     if figures is not None:
-        (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        write_text(folder / f"{name}.json", json.dumps(figures, indent=1) + "\n")
     print(page)

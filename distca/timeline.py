@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from distca.whole_file import write_text
+
 LANES = ("ticks", "exchange", "kernels", "pipeline")
 """Lines of a rank in the viewer, by which its spans are sorted."""
 
@@ -42,5 +44,5 @@ def write_trace(path: Path, ranks: Sequence[tuple[str, Sequence[TimelineEvent]]]
             for kind, lane, label in names
         ]
         all_events += [{**event, "ts": event["ts"] - first} for event in events]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": all_events, "displayTimeUnit": "ms"}) + "\n")
+    text = json.dumps({"traceEvents": all_events, "displayTimeUnit": "ms"})
+    write_text(path, text + "\n")

@@ -32,6 +32,7 @@ from distca.commands.verdict import TITLES
 from distca.cost.model_sizes import MODELS
 from distca.progress import progress
 from distca.simulate import DISTCA_SYSTEMS, Candidate
+from distca.whole_file import write_text
 
 OURS = "tiles"
 _AS_FAST = 1 - 1e-6
@@ -270,12 +271,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: dict[str, Any] = {}
     if args.append and file.is_file():
         found = json.loads(file.read_text())
-    args.output.mkdir(parents=True, exist_ok=True)
     with progress("beside_peers", "jobs", len(jobs)) as bar:
         for job in jobs:
             if str(job) not in found:
                 found[str(job)] = run(job)
-                file.write_text(json.dumps(found, indent=1) + "\n")
+                write_text(file, json.dumps(found, indent=1) + "\n")
             bar.update()
     command = pages.typed("benchmarks/cluster/beside_peers.py")
     pages.save(args.output, name, page(jobs, found, command), __file__, found)

@@ -60,6 +60,7 @@ from benchmarks.cluster.sweep import Runner
 from benchmarks.cluster.tables import GROUPS, end_to_end
 from distca.simulate import SYSTEMS
 from distca.simulate.speed_up import enough_batches
+from distca.whole_file import writing
 
 MODEL_NAMES = list(dict.fromkeys(model for group in GROUPS.values() for model, _ in group.jobs))
 DOCUMENTS = ["pretrain", "prolong"]
@@ -102,7 +103,7 @@ def write(
         documents: a sentence about the documents.
         in_part: whether only a part of the figures was made anew.
     """
-    with (folder / f"{name}.csv").open("w", newline="") as file:
+    with writing(folder / f"{name}.csv") as written, written.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(report.rows[0]))
         writer.writeheader()
         writer.writerows(report.rows)
@@ -113,7 +114,8 @@ def write(
 
         figure = Figure(layout="constrained")
         report.draw(figure)
-        figure.savefig(folder / f"{name}.png", dpi=80)
+        with writing(folder / f"{name}.png") as written:
+            figure.savefig(written, dpi=80)
         lines += ["", f"![{report.title}]({name}.png)"]
     # A page of which the code made a part anew has no mark: the rest is of older code.
     pages.write(folder / f"{name}.md", "\n".join(lines), None if in_part else __file__)

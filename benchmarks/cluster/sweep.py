@@ -47,6 +47,7 @@ from distca.simulate import (
 )
 from distca.simulate.advice import Extent, best_of
 from distca.simulate.trials import Trial
+from distca.whole_file import write_text
 
 Key = TypeVar("Key")
 PROGRAM = "benchmarks/cluster/sweep.py"
@@ -202,10 +203,7 @@ class Runner:
         if path.is_file():
             # The unit of a last line that an interrupted run left unfinished runs again.
             lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-            # The file is replaced whole or not at all, should this run be interrupted.
-            new = path.with_name(path.name + ".new")
-            new.write_text("".join(f"{line}\n" for line in lines))
-            new.replace(path)
+            write_text(path, "".join(f"{line}\n" for line in lines))
             self._done = {row["key"]: row for row in map(json.loads, lines)}
 
     @cached_property

@@ -33,6 +33,7 @@ from distca.attention import Kernel, KernelTasks, select_kernel
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
 from distca.palette import colour_in_turn
+from distca.whole_file import writing
 
 
 def seconds_of(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -135,7 +136,8 @@ def plot(rows: list[dict[str, float]], what: str, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens of a shard", ylabel="TFLOP/s", title=what, ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with writing(path) as written:
+        figure.savefig(written, dpi=120)
     plt.close(figure)
 
 

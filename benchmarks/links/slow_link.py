@@ -53,6 +53,7 @@ from distca.cost.volume import PHASES
 from distca.machine import cpu_name
 from distca.palette import colour_in_turn
 from distca.progress import track
+from distca.whole_file import writing
 
 WAYS = {
     "single-stream": ["--distca-ablation", "single-stream"],
@@ -378,7 +379,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         )
     panels[0].set_ylabel("step seconds / the same")
     panels[0].legend()
-    figure.savefig(path, dpi=150)
+    with writing(path) as written:
+        figure.savefig(written, dpi=150)
 
 
 def main() -> None:

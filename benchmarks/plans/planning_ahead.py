@@ -42,6 +42,7 @@ from distca.schedule import (
     documents_in_turn,
 )
 from distca.schedule.program import Pass
+from distca.whole_file import write_text
 
 Plan = Callable[[list[Documents]], object]
 
@@ -133,8 +134,7 @@ def main() -> None:
     text = json.dumps(result, indent=2)
     sys.stdout.write(text + "\n")
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "planning_ahead.json").write_text(text + "\n")
+        write_text(args.output / "planning_ahead.json", text + "\n")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from distca.schedule import (
 )
 from distca.schedule.baselines.packed import PackedScheduler
 from distca.schedule.baselines.wlb_llm import delay_outliers
+from distca.whole_file import writing
 
 TOKENS_PER_SERVER = 65_536
 SCALE = [256, 1024, 2048, 4096, 8192, 16_384]
@@ -267,7 +268,8 @@ def plot(rows: list[Row], path: Path) -> None:
     axes[0][0].set(ylabel="load max/mean")
     axes[1][0].set(ylabel="GB of the busiest rank")
     axes[0][0].legend()
-    figure.savefig(path, dpi=90)
+    with writing(path) as written:
+        figure.savefig(written, dpi=90)
 
 
 AIMS = (
@@ -343,7 +345,7 @@ def main() -> None:
             }
             rows += [over_greedy(row, found["greedy"]) for row in found.values()]
     first = [row for row in rows if row.model == args.models[0]]
-    with (args.output / "plans.csv").open("w", newline="") as file:
+    with writing(args.output / "plans.csv") as written, written.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(asdict(rows[0])))
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)

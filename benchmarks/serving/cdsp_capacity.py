@@ -52,6 +52,7 @@ from distca.simulate.requests import (
     planned_seconds,
     profile_rates,
 )
+from distca.whole_file import writing
 
 REQUESTS, SEEDS, PROFILED = 1000, (0, 1, 2), (97, 98, 99)
 CONSTANT: tuple[Growth, ...] = (0.15, 0.25, 0.35, 0.45, (0.15, 4), (0.25, 4), (0.35, 4))
@@ -363,7 +364,8 @@ def plot(found: dict[str, Measured], path: Path) -> None:
         axes.set(title=name, xlabel="requests/s", ylim=(0, 2 * of.limit))
     panels[0].set_ylabel("P99 of seconds to the first token (dashed: limit)")
     panels[0].legend()
-    figure.savefig(path, dpi=110)
+    with writing(path) as written:
+        figure.savefig(written, dpi=110)
 
 
 def best_of_all(

@@ -29,6 +29,7 @@ from distca.schedule.serving.csps import NODE_PARTS, Levels, Sparsity
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_step
 from distca.simulate.serving.sparse import SparseLatency
+from distca.whole_file import write_text
 
 CLUSTER = replace(CLUSTERS["dgx-a100"], network_gb_per_s=6.25)
 """A server of eight A100 with 400 Gbit/s, an eighth of them a GPU's."""
@@ -205,10 +206,9 @@ def main() -> None:
         for tokens in lengths
         for ranks in (8, 16)
     ]
-    args.output.mkdir(parents=True, exist_ok=True)
     pages.write(args.output / "csps_clusters.md", page(rows), __file__)
     saved = json.dumps([asdict(row) for row in rows], indent=1)
-    (args.output / "csps_clusters.json").write_text(saved + "\n")
+    write_text(args.output / "csps_clusters.json", saved + "\n")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from distca.schedule.serving.csps.pipeline import NearToFar, thinned
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts
 from distca.simulate.serving.sparse import SparseLatency
+from distca.whole_file import write_text
 
 RANKS, PER_NODE, TOKENS, STEPS = 8, 2, 1024, 400
 CALIBRATED, UNSEEN, SAMPLES = 12, 12, 20
@@ -257,14 +258,13 @@ def main() -> None:
         model = read_model(str(folder), torch.float32)
         results = run(model, args.calibration)
         alone = dropped_alone(model, Levels(Links(PER_NODE), RANKS))
-    args.output.mkdir(parents=True, exist_ok=True)
     pages.write(args.output / "sparse_degradation.md", page(*results, alone), __file__)
     saved = {
         "rows": [asdict(row) for row in results[1]],
         "recalled": results[2],
         "alone": [asdict(each) for each in alone],
     }
-    (args.output / "sparse_degradation.json").write_text(json.dumps(saved, indent=1) + "\n")
+    write_text(args.output / "sparse_degradation.json", json.dumps(saved, indent=1) + "\n")
 
 
 if __name__ == "__main__":

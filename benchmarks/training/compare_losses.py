@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+from distca.whole_file import write_text
+
 _LINE = re.compile(r"iteration +(\d+)/.*? lm loss: ([0-9.E+-]+|nan|inf) \|")
 
 
@@ -63,9 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         first = read_losses(args.first)
         if args.save_golden is not None:
-            args.save_golden.parent.mkdir(parents=True, exist_ok=True)
             golden = {"note": args.note, "lm loss": {str(i): loss for i, loss in first.items()}}
-            args.save_golden.write_text(json.dumps(golden, indent=1) + "\n")
+            write_text(args.save_golden, json.dumps(golden, indent=1) + "\n")
         if args.second is None:
             if args.save_golden is None:
                 raise ValueError("give two runs, or one with --save-golden")

@@ -150,6 +150,30 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path} is there, and cannot be written to")
 
 
+def check_outputs(args: argparse.Namespace, *flags: str) -> None:
+    """Refuses files that could not all be written, before any work is done for them.
+
+    Args:
+        args: values of the flags.
+        flags: flags that name the files; `--plot` is a picture.
+
+    Raises:
+        ValueError: a file cannot be written, two are the same, or a picture has another suffix.
+        ImportError: a picture is wanted, but matplotlib is not installed.
+    """
+    seen: dict[Path, str] = {}
+    for flag in flags:
+        path = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        check = check_picture if flag == "--plot" else check_output
+        check(flag, path)
+        if path is None or (path.exists() and not path.is_file()):
+            # Devices, such as /dev/null, may be written to twice.
+            continue
+        other = seen.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise ValueError(f"{other} and {flag} name the same file, {path}: give two names")
+
+
 def write_on(text: str) -> None:
     """Writes to standard output at once, for commands with work that nobody need read about.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distca.palette import GREY, IN_TURN, PURPLE
+from distca.whole_file import write_text
 
 COLOURS = (*IN_TURN, GREY, PURPLE)
 """Colours of what is drawn beside each other, in turn."""
@@ -310,5 +311,4 @@ def add_flag(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
 
 def write_page(path: Path, text: str) -> None:
     """Writes a page, and makes its folder where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_text(path, text)

@@ -14,6 +14,7 @@ from distca.palette import colour_in_turn
 from distca.schedule.serving.csps.layouts import LAYOUTS, Layout, SplitModel, even_rows
 from distca.simulate import Outcome
 from distca.simulate.serving import InferenceCosts
+from distca.whole_file import writing
 
 
 def layout_title(split: SplitModel, tokens: int, cached: int, layout: Layout) -> str:
@@ -103,5 +104,5 @@ def plot_layouts(split: SplitModel, tokens: int, title: str, path: Path) -> None
     axes.set_ylabel("MB a layer")
     axes.legend()
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path) as written:
+        figure.savefig(written, dpi=110)

@@ -85,7 +85,6 @@ def simulate_layouts(
     else:
         sys.stdout.write(format_simulated_layouts(title, found, costs) + "\n")
     if args.trace is not None:
-        args.trace.parent.mkdir(parents=True, exist_ok=True)
         save_trace(args.trace, found[chosen.layout])
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -32,6 +33,8 @@ _GONE = {
     "docs/vllm.md explains both",
 }
 """Commands that there were, and what replaces them."""
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write for which there is no room."""
 
 _EXAMPLES = """
 examples:
@@ -91,7 +94,8 @@ def _written(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
         # A reader such as `head` has read enough; a command that has failed before has failed.
         if isinstance(error, BrokenPipeError):
             return status
-        sys.stderr.write(f"distca: the output cannot be written: {error}\n")
+        why = error.strerror or error
+        sys.stderr.write(f"{_name(arguments)}: standard output cannot be written: {why}\n")
         return 2
 
 
@@ -104,6 +108,9 @@ def _told(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
         raise
     except (ValueError, ImportError, OSError, MemoryError) as error:
         if ending is not None and ending.asked:
+            raise
+        if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITTEN:
+            # Of standard output: errors of files name the file.
             raise
         sys.stderr.write(f"{name}: {str(error) or 'not enough memory'}\n")
         sys.exit(2)

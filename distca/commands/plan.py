@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from distca.commands import html_page, planned_heads, serving_step
-from distca.commands.command_line import Parser, check_output, check_picture, unknown
+from distca.commands.command_line import Parser, check_outputs, unknown
 from distca.commands.plan_config import (
     JUDGING,
     USED_WITH_LOAD,
@@ -229,9 +229,7 @@ def main(argv: list[str]) -> int:
         return serving_step.plan(argv)
     parser = build_parser()
     args, given = parser.parse(argv), parser.given(argv)
-    check_picture("--plot", args.plot)
-    check_output("--save", args.save)
-    check_output("--html", args.html)
+    check_outputs(args, "--plot", "--save", "--html")
     command = f"distca plan {shlex.join(argv)}"
     if args.load is not None:
         _show_saved(args, given, command)

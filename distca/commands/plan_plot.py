@@ -19,6 +19,7 @@ from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
 from distca.plan.tasks import Tasks
 from distca.schedule.base import ScheduleConfig, relative_loads, server_loads
+from distca.whole_file import writing
 from distca.wording import counted
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def plot_plan(plan: Plan, config: ScheduleConfig, path: Path) -> None:
         f"{plan.scheduler}: {', '.join(sizes)} with {relative.min():.2f} to {relative.max():.2f} "
         f"times the mean load; {moved.total / 1e9:.3f} GB a layer, forward"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with writing(path) as written:
+        figure.savefig(written, dpi=120)
 
 
 def legend_of(plan: Plan, highlighted: Sequence[int]) -> str:

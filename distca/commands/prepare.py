@@ -9,7 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from distca.commands.command_line import Parser, check_output
@@ -24,6 +24,7 @@ from distca.documents.index import LARGEST_TOKEN
 from distca.documents.texts import find_files, read_documents
 from distca.documents.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from distca.progress import Progress, progress
+from distca.whole_file import write_text
 from distca.wording import counted
 
 _SHOWN = 2
@@ -57,7 +58,7 @@ def prepare(args: Namespace) -> str:
     replaced = any(file.exists() for file in written)
     reader = _Reader(files, args.json_key, args.bad_text == "refuse")
 
-    with sole_writer(prefix) as unfinished:
+    with _naming(prefix), sole_writer(prefix) as unfinished:
         model, trained = args.tokenizer_model, unfinished / "tokenizer"
         if args.train_tokenizer is not None:
             with reader.showing("train tokenizer") as shown:
@@ -159,12 +160,23 @@ class _Reader:
             return
         listed = "".join(f"{fault}\n" for fault in self.faults)
         # Names of files may be no UTF-8 either.
-        path.write_text(listed, encoding="utf-8", errors="backslashreplace")
+        write_text(path, listed, errors="backslashreplace")
         shown = [*self.faults[:_SHOWN], *["..."][: len(self.faults) - _SHOWN]]
         sys.stderr.write(
             f"distca prepare: left out what is no UTF-8 text ({len(self.faults)}, all in {path}):\n"
             + "".join(f"  {line}\n" for line in shown)
         )
+
+
+@contextmanager
+def _naming(prefix: Path) -> Iterator[None]:
+    """Names the files in the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise ValueError(f"{prefix}.bin cannot be written: {error.strerror}") from error
 
 
 _DESCRIPTION = """\

@@ -24,7 +24,7 @@ from distca.attention.kernel_timing import (
     profiled_lengths,
 )
 from distca.commands import html_page
-from distca.commands.command_line import Parser, check_output
+from distca.commands.command_line import Parser, check_outputs
 from distca.commands.planned_heads import add_shape_flags, planned_model, shape_of
 from distca.commands.profile_page import page_of
 from distca.cost.model_sizes import ModelSize
@@ -81,8 +81,7 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     args = build_parser().parse(argv)
-    check_output("--output", args.output)
-    check_output("--html", args.html)
+    check_outputs(args, "--output", "--html")
     if args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     if args.threads > (os.cpu_count() or 1):

@@ -23,6 +23,7 @@ from distca.plan import Plan, SteppedPlan
 from distca.schedule.serving.report import StepSummary
 from distca.simulate import Outcome
 from distca.simulate.serving import InferenceCosts, SteppedCosts
+from distca.whole_file import writing
 
 _MOST_DRAWN = 8
 """Most steps of a picture, the first ones."""
@@ -171,5 +172,5 @@ def plot_steps(stepped: SteppedPlan, shape: AttentionShape, path: Path) -> None:
     axes[1, 0].set_ylabel("MB a layer")
     axes[1, 0].legend()
     figure.suptitle(f"{title_of(plan)}\n{legend_of(plan, highlighted)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path) as written:
+        figure.savefig(written, dpi=110)

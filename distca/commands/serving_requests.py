@@ -50,6 +50,7 @@ from distca.simulate.requests import (
     read_trace,
     serve,
 )
+from distca.whole_file import writing
 
 _DESCRIPTION = """\
 Predicts the sustainable request rate of a serving cluster, and the latency of first and later
@@ -370,5 +371,5 @@ def _plot(
         ylim=(0, 2 * limit),
     )
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path) as written:
+        figure.savefig(written, dpi=110)

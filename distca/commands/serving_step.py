@@ -22,7 +22,7 @@ from distca.commands.chosen_sparsity import (
     format_choices,
     lists_choices,
 )
-from distca.commands.command_line import Parser, check_output, check_picture
+from distca.commands.command_line import Parser, check_output, check_outputs
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -167,8 +167,7 @@ def plan(argv: list[str]) -> int:
     """Runs `distca plan prefill` or `distca plan decode`; returns its exit status."""
     kind: Kind = "prefill" if argv[0] == "prefill" else "decode"
     args = build_parser("plan", kind).parse(argv[1:])
-    check_picture("--plot", args.plot)
-    check_output("--save", args.save)
+    check_outputs(args, "--plot", "--save")
     case = read_case(args, kind)
     if layout := _layout(args, kind):
         return plan_layouts(args, layout, case.plan("pass-kv"), case.costs)
@@ -229,7 +228,6 @@ def simulate(argv: list[str]) -> int:
     else:
         _write(format_simulated(plans, found, case.costs, case.cost_model, name, choices))
     if args.trace is not None:
-        args.trace.parent.mkdir(parents=True, exist_ok=True)
         save_trace(args.trace, found[name])
     return 0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 from distca.commands import serving_requests, serving_step, simulate_rollouts
-from distca.commands.command_line import Parser, check_output, check_picture, unknown
+from distca.commands.command_line import Parser, check_outputs, unknown
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -311,7 +311,6 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
     if args.trace is not None:
         if recorded is None:
             raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
-        args.trace.parent.mkdir(parents=True, exist_ok=True)
         save_trace(args.trace, recorded)
 
 
@@ -338,9 +337,7 @@ def _systems() -> list[str]:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Refuses files that cannot be written, before any work is done for them."""
-    check_picture("--plot", args.plot)
-    check_output("--trace", args.trace)
-    check_output("--html", args.html)
+    check_outputs(args, "--plot", "--trace", "--html")
     if args.trace is not None and not set(DISTCA_SYSTEMS) & set(args.systems):
         raise ValueError(
             f"--trace is of DistCA: add one of {', '.join(DISTCA_SYSTEMS)} to --systems"

@@ -18,6 +18,7 @@ from distca.simulate import DISTCA_SYSTEMS, Breakdown, Choice, Workload, trainin
 from distca.simulate.baselines import WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
 from distca.simulate.flags import megatron_flags
+from distca.whole_file import writing
 from distca.wording import counted
 
 if TYPE_CHECKING:
@@ -244,8 +245,8 @@ def plot_choices(
     speed.set(xlabel="thousand tokens/s, all GPUs")
     memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
     above.suptitle(f"{workload.gpus} GPUs of {workload.cluster.name}: simulated")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path) as written:
+        figure.savefig(written, dpi=110)
 
 
 def _plot_parts(parts: Mapping[str, Breakdown], figure: SubFigure) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distca.commands import html_page, tune_groups, tune_overlap, tune_page, tune_sparsity
-from distca.commands.command_line import Parser, check_output, unknown
+from distca.commands.command_line import Parser, check_outputs, unknown
 from distca.commands.engine_flags import check_counts, check_machine_flags
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.tune_page import FoundPartition
@@ -328,5 +328,4 @@ def _check_flags(args: argparse.Namespace) -> None:
     check_counts(args, "rounds")
     if args.measure and (args.profile is not None or args.node_gb_per_s is not None):
         raise ValueError("--profile and --node-gb-per-s are for simulated seconds, not --measure")
-    check_output("--output", args.output)
-    check_output("--html", args.html)
+    check_outputs(args, "--output", "--html")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distca.commands import html_page, tune_page
-from distca.commands.command_line import Parser, check_output
+from distca.commands.command_line import Parser, check_outputs
 from distca.commands.engine_flags import check_counts
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.progress import track
@@ -178,5 +178,4 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"--lengths {min(args.lengths)}: give at least 1")
         if len({*args.lengths}) < 3:
             raise ValueError("--lengths: give at least three, so that times can be fitted")
-    check_output("--output", args.output)
-    check_output("--html", args.html)
+    check_outputs(args, "--output", "--html")

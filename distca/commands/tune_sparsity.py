@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from distca.commands import html_page, tune_page
-from distca.commands.command_line import Parser, check_output
+from distca.commands.command_line import Parser, check_outputs
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_node_parts_flag
 from distca.cost.link import Links
@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse(argv)
     levels = _levels_of(args)
     args.dtype = served_dtype(args.dtype)
-    check_output("--output", args.output)
-    check_output("--html", args.html)
+    check_outputs(args, "--output", "--html")
     from distca.inference.models import DTYPES, read_model
     from distca.inference.sparsity_calibration import calibrate, measured_on, read_prompts
 

@@ -23,6 +23,7 @@ import numpy as np
 from distca.cost.kernel_time import CostModel
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
+from distca.whole_file import write_text
 
 FORMAT = 1
 
@@ -137,8 +138,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Writes a readable JSON file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Profile:

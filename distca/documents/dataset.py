@@ -19,6 +19,7 @@ from typing import IO
 
 from distca.documents.index import IndexedWriter
 from distca.documents.tokenizer import Tokenizer
+from distca.whole_file import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
     model, config = (folder / name for name in TOKENIZER_FILES)
-    tokenizer.save(str(model))
+    write_text(model, tokenizer.to_str(pretty=True))
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-    config.write_text(json.dumps(described, indent=2) + "\n")
+    write_text(config, json.dumps(described, indent=2) + "\n")
 
 
 @contextlib.contextmanager

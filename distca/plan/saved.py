@@ -29,6 +29,7 @@ from distca.plan.span import Int64s
 from distca.plan.stepped import KeptRows, SteppedPlan
 from distca.plan.tasks import Tasks
 from distca.plan.validate import validate_stepped_plan
+from distca.whole_file import write_text
 
 FORMAT = 1
 _TASK_COLUMNS = 6
@@ -82,8 +83,7 @@ def save_plan(
         saved["query_shift"] = plan.query_shift.tolist()
     if stepped.kept is not None:
         saved["kept"] = np.stack(stepped.kept, axis=2).tolist()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(saved) + "\n")
 
 
 def load_plan(path: Path) -> tuple[Plan, dict[str, object]]:

@@ -20,6 +20,7 @@ from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
 from distca.simulate.charges import UNCHARGED, Charges
+from distca.whole_file import write_text
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,7 @@ class Cluster:
 
     def save(self, path: Path) -> None:
         """Writes a readable JSON file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Cluster:

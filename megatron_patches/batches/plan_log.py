@@ -87,7 +87,6 @@ def log_first_plan(
     logger.info("the first plan of the run:\n%s", shown)
     if folder is not None:
         command = shlex.join(["python", *sys.argv])
-        folder.mkdir(parents=True, exist_ok=True)
         save_plan(
             planned.plans[0], folder / FIRST_PLAN, {"command": command, **to_json(planner.config)}
         )

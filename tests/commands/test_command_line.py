@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +16,10 @@ import pytest
 from distca import __version__
 from distca.commands import main as console
 from distca.commands.main import COMMANDS, main
+from distca.cost.profile import Profile
+from distca.cost.volume import AttentionShape
+from distca.documents.dataset import train_tokenizer
+from support.full_disk import full_disk
 
 PLAN = "--distribution fixed --servers 2 --tokens-per-server 8192 --model llama-8b".split()
 
@@ -180,3 +187,72 @@ def test_memory_that_torch_does_not_find_is_a_line(monkeypatch, capsys) -> None:
     monkeypatch.setattr(console, "_run", Mock(side_effect=RuntimeError("a defect of ours")))
     with pytest.raises(RuntimeError, match="a defect of ours"):
         main(["plan"])
+
+
+DRAWN = "--distribution pretrain --servers 2 --tokens-per-server 512 --heads 2".split()
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [("--save", "plan.json"), ("--html", "plan.html"), ("--plot", "p.png"), ("--plot", "p.svg")],
+)
+def test_a_full_disk_keeps_the_file_that_was_there(flag, name, tmp_path: Path, capsys) -> None:
+    for path in (tmp_path / name, tmp_path / "new" / name):
+        before = sorted(tmp_path.iterdir())
+        with full_disk(), pytest.raises(SystemExit):
+            console.main(["plan", *DRAWN, flag, str(path)])
+        assert f"{path} cannot be written: File too large" in capsys.readouterr().err
+        assert sorted(tmp_path.iterdir()) == before
+        (tmp_path / name).write_text("good")
+    assert (tmp_path / name).read_text() == "good"
+
+
+def test_a_profile_on_a_full_disk(tmp_path: Path) -> None:
+    tables = ((1.0, 1.0), (1.0, 1.0))
+    profile = Profile((64, 128), tables, tables, AttentionShape(2, 2, 8), {})
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    with full_disk(), pytest.raises(ValueError, match=r"profile.json cannot be written"):
+        profile.save(path)
+    assert Profile.load(path) == profile
+
+
+def test_a_tokenizer_on_a_full_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    with full_disk(), pytest.raises(ValueError, match=r"cannot be written"):
+        train_tokenizer(iter(["some text"]), 260, folder)
+    assert not folder.exists()
+
+
+def test_prepare_names_the_file_on_a_full_disk(tmp_path: Path, capsys) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 20)
+    arguments = ["--input", str(text), "--output-prefix", str(tmp_path / "corpus")]
+    with full_disk(), pytest.raises(SystemExit):
+        console.main(["prepare", *arguments, "--tokenizer-type", "ByteLevelTokenizer"])
+    assert f"{tmp_path / 'corpus'}.bin cannot be written: File too large" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [text]
+
+
+@pytest.mark.parametrize("other", ["plan.out", "./plan.out", "link"])
+def test_two_outputs_that_are_one_file_are_refused(
+    other, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("plan.out")
+    with pytest.raises(SystemExit):
+        console.main(["plan", *DRAWN, "--save", "plan.out", "--html", other])
+    printed = capsys.readouterr()
+    assert "--save and --html name the same file" in printed.err
+    assert printed.out == ""
+    assert not Path("plan.out").exists()
+    assert console.main(["plan", *DRAWN, "--save", os.devnull, "--html", os.devnull]) == 0
+
+
+def test_a_full_standard_output_is_named(monkeypatch, capsys) -> None:
+    full = io.StringIO()
+    monkeypatch.setattr(full, "write", Mock(side_effect=OSError(errno.ENOSPC, "No room")))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert console.main(["plan", *DRAWN]) == 2
+    assert capsys.readouterr().err == "distca plan: standard output cannot be written: No room\n"

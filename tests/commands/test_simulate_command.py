@@ -229,14 +229,15 @@ def test_the_table_is_not_lost_where_a_file_cannot_be_written(
     captured = capsys.readouterr()
     assert "out of memory in all" in captured.out
     assert "nothing of DistCA fits" in captured.err
-    # A link to a folder that is not there is found out when it is written.
+    # A link into what is no folder is found out when it is written.
     plot = tmp_path / "plot.png"
-    plot.symlink_to(tmp_path / "missing" / "plot.png")
+    (tmp_path / "file").touch()
+    plot.symlink_to(tmp_path / "file" / "plot.png")
     with pytest.raises(SystemExit):
         main([*mine, "--plot", str(plot)])
     captured = capsys.readouterr()
     assert "DistCA, tiles " in captured.out
-    assert "No such file" in captured.err
+    assert f"{plot} cannot be written: Not a directory" in captured.err
 
 
 def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from distca.commands.verify.stage import Context, Fault, Line, Stage
 from distca.cost.model_sizes import ModelSize
 from distca.simulate import CLUSTERS, Cluster
 from distca.transport import collective
+from distca.whole_file import write_text
 from support.full_disk import full_disk
 from support.ranks import Ranks
 
@@ -378,7 +379,7 @@ def test_a_full_disk_fails_the_costs(monkeypatch, tmp_path: Path) -> None:
     profile = mock.Mock(flops_per_second=1e12, description="", save=lambda path: write(path))
 
     def write(path: Path) -> None:
-        path.write_text("a profile")
+        write_text(path, "a profile")
 
     for name, found in (
         ("profile_kernel", profile),

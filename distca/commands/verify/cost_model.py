@@ -15,7 +15,6 @@ from distca.attention.kernel_timing import (
     profile_kernel,
 )
 from distca.commands.verify.predictions import described_cluster
-from distca.commands.verify.report import writing
 from distca.commands.verify.stage import Context, Fault, Found
 from distca.cost.volume import AttentionShape
 from distca.simulate import Cluster, peak_tflops
@@ -81,10 +80,10 @@ def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
         cluster = described_cluster(context, figures, profile.description, older)
         try:
             for name, save in ((PROFILE, profile.save), (CLUSTER, cluster.save)):
-                with writing(context.output / name) as path:
-                    save(path)
+                save(context.output / name)
         except ValueError as error:
-            raise Fault(str(error), "then run it again") from error
+            cure = "make room or give another --output, then run it again"
+            raise Fault(str(error), cure) from error
         where = f"in {context.output / PROFILE} and {CLUSTER}"
     return Found(
         f"attention {attention:.3g} TFLOP/s forward, {ratio:.1f} times as long backward; products "

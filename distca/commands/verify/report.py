@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -10,11 +9,12 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from distca.commands.verify.stage import Line
+from distca.whole_file import write_text
 
 REPORT = "verify.json"
 _COMMANDS = {
@@ -78,8 +78,8 @@ def save_report(
         ValueError: it cannot be written.
     """
     found = {**report(lines, names, interrupted), **machine}
-    with writing(folder / REPORT) as path:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+    text = json.dumps(found, indent=1) + "\n"
+    write_text(folder / REPORT, text, "make room or give another --output")
 
 
 def keep_older(folder: Path) -> None:
@@ -97,26 +97,6 @@ def keep_older(folder: Path) -> None:
         path.rename(free)
     except OSError as error:
         raise ValueError(f"{path} cannot be renamed: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[Path]:
-    """Yields a path for a file that takes another's place when it is whole; else nothing is left.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    # Ranks that fail at once may both write.
-    written = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        yield written
-        written.replace(path)
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written: {error.strerror}: make room or give another --output"
-        ) from error
-    finally:
-        written.unlink(missing_ok=True)
 
 
 def _printed(words: Sequence[str]) -> str:

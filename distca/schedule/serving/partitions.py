@@ -26,6 +26,7 @@ import numpy as np
 
 from distca.plan import Placement
 from distca.plan.span import Floats, Int64s
+from distca.whole_file import write_text
 
 FORMAT = 1
 _MOST_CANDIDATES = 5**5
@@ -308,10 +309,7 @@ class PartitionTable:
             str(each): [[list(parts), seconds] for parts, seconds in tried.items()]
             for each, tried in self.trials.items()
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_name(path.name + ".part")
-        whole.write_text(json.dumps(columns, indent=1) + "\n", encoding="utf-8")
-        whole.replace(path)
+        write_text(path, json.dumps(columns, indent=1) + "\n")
 
 
 def load_partitions(path: Path) -> PartitionTable:

@@ -25,6 +25,8 @@ from typing import Protocol
 
 import numpy as np
 
+from distca.whole_file import write_text
+
 
 class PrefillTimes(Protocol):
     """What planning must know of a prefill's time."""
@@ -179,10 +181,10 @@ class PrefillModel:
     def save(self, path: Path) -> None:
         """Writes the model as JSON, with a line for each degree."""
         lines = [f'  "{s}": {json.dumps(asdict(of))}' for s, of in self.coefficients.items()]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
+        write_text(
+            path,
             f'{{\n "hardware": {json.dumps(self.hardware)},\n "model": {json.dumps(self.model)},\n'
-            ' "coefficients": {\n' + ",\n".join(lines) + "\n }\n}\n"
+            ' "coefficients": {\n' + ",\n".join(lines) + "\n }\n}\n",
         )
 
     @classmethod

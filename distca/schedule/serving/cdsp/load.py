@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distca.whole_file import write_text
+
 WINDOW = 30.0
 """Seconds whose arrivals tell the load."""
 
@@ -60,8 +62,7 @@ class ImprovementRates:
 
     def save(self, path: Path) -> None:
         """Writes the rates as JSON: an object of them by arrivals a second."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({str(k): v for k, v in self.by_arrivals.items()}, indent=1))
+        write_text(path, json.dumps({str(k): v for k, v in self.by_arrivals.items()}, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> ImprovementRates:

@@ -26,6 +26,7 @@ from distca.schedule.serving.csps.degradation import (
 )
 from distca.schedule.serving.csps.levels import Levels, NodeParts
 from distca.schedule.serving.csps.sparsity import Ratios, Sparsity
+from distca.whole_file import write_text
 
 FORMAT = 2
 _Rounded: TypeAlias = "float | list[_Rounded]"
@@ -154,10 +155,7 @@ class CalibrationFile:
         ):
             lines = ",\n  ".join(map(json.dumps, rows))
             text += f',\n "{name}": [\n  {lines}\n ]'
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_name(path.name + ".part")
-        whole.write_text(text + "\n}\n", encoding="utf-8")
-        whole.replace(path)
+        write_text(path, text + "\n}\n")
 
 
 def _rounded(values: ArrayLike) -> _Rounded:

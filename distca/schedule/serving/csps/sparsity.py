@@ -27,6 +27,7 @@ import numpy as np
 
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving.csps.levels import LEVELS
+from distca.whole_file import write_text
 
 OfHeads = tuple[tuple[float, ...], ...]
 """Shares of rows in a layer, by key-value head and level."""
@@ -190,8 +191,7 @@ class Sparsity:
     def save(self, path: Path) -> None:
         """Writes the ratios to a file, replaced if it exists."""
         saved = {"format": FORMAT, "keys": self.keys, "queries": self.queries}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(saved) + "\n")
 
     @staticmethod
     def load(path: Path) -> Sparsity:
