@@ -38,7 +38,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "distca.attention": {"distca.machine", "distca.plan", "distca.cost", "distca.native"},
     "distca.transport": {"distca.native", "distca.wording"},
-    "distca.simulate": {*PURE, "distca.timeline", "distca.whole_file"},
+    "distca.simulate": {*PURE, "distca.timeline", "distca.whole_file", "distca.wording"},
     "distca.runtime": {*PURE, "distca.attention", "distca.transport", "distca.timeline"},
 }
 FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}

@@ -237,12 +237,13 @@ def model_of(args: argparse.Namespace) -> ModelSize:
     return model
 
 
-def named_model(name: str, given: dict[str, Any]) -> ModelSize:
+def named_model(name: str, given: dict[str, Any], attention_only: bool = False) -> ModelSize:
     """Returns the model of a preset's name or of a folder with a `config.json`.
 
     Args:
         name: value of `--model`.
         given: fields of `ModelSize` that flags give; they win over the model's.
+        attention_only: see `read_model_size`.
 
     Raises:
         ValueError: there is no such model, or its configuration cannot be used.
@@ -251,7 +252,7 @@ def named_model(name: str, given: dict[str, Any]) -> ModelSize:
         return replace(MODELS[name], **given)
     path = Path(name)
     if path.is_file() or (path / CONFIG).is_file():
-        return read_model_size(path, given)
+        return read_model_size(path, given, attention_only)
     if path.is_dir():
         raise ValueError(f"--model {name} has no {CONFIG}: give the folder of a checkpoint")
     raise ValueError(f"{unknown('model', name, MODELS)}, or give a folder with a {CONFIG}")
@@ -325,6 +326,11 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     if given.get("linear_mfu", 0) > 1:
         raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
     cluster = replace(base, **given, charges=_charges(args))
+    if cluster.usable_bytes <= 0:
+        raise ValueError(
+            f"--memory-gb {cluster.memory_gb:g}: the driver, the libraries and fragments take "
+            f"{cluster.reserved_gb:g} GB of a GPU's memory: give more"
+        )
     if cluster.attention_tflops > cluster.peak_tflops:
         raise ValueError(
             f"attention cannot reach {cluster.attention_tflops:g} TFLOP/s of a GPU with a peak of "

@@ -15,13 +15,14 @@ from distca.schedule.serving.csps.layouts import LAYOUTS, Layout, SplitModel, ev
 from distca.simulate import Outcome
 from distca.simulate.serving import InferenceCosts
 from distca.whole_file import writing
+from distca.wording import counted
 
 
 def layout_title(split: SplitModel, tokens: int, cached: int, layout: Layout) -> str:
     """Returns a line about what is fed."""
     return (
-        f"prefill on {split.layer.ranks} GPUs that split the weights: {tokens:,} new tokens, "
-        f"{cached:,} cached; {layout}"
+        f"prefill on {counted(split.layer.ranks, 'GPU')} that split the weights: "
+        f"{tokens:,} new tokens, {cached:,} cached; {layout}"
     )
 
 

@@ -2,7 +2,6 @@
 
 distca plan --distribution pretrain --servers 64 --tokens-per-server 65536 --model llama-34b
 distca plan --lengths lengths.json --servers 64 --tokens-per-server 65536 --compare
-distca plan --lengths corpus.idx --servers 64 --tokens-per-server 65536 --seed 1 ...
 distca plan --load plan.json --plot plan.png
 """
 
@@ -15,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from distca.commands import html_page, planned_heads, serving_step
 from distca.commands.command_line import Parser, check_outputs, unknown
+from distca.commands.least_buffer import refusal
 from distca.commands.plan_config import (
     JUDGING,
     USED_WITH_LOAD,
@@ -51,6 +52,7 @@ from distca.progress import progress
 from distca.schedule import (
     BALANCING,
     COMPARED,
+    BufferBoundError,
     PlanSummary,
     ScheduleConfig,
     describe,
@@ -193,7 +195,8 @@ def build_parser() -> Parser:
         "--max-buffer-bytes",
         type=int,
         metavar="BYTES",
-        help="Most bytes that a server receives for a layer (tiles only). Default: no limit.",
+        help="Most bytes of queries, keys and values that a server receives for a layer (tiles "
+        "only). Default: no limit.",
     )
     schedule.add_argument(
         "--context-parallel-size",
@@ -228,9 +231,8 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in serving_step.KINDS:
         return serving_step.plan(argv)
     parser = build_parser()
-    args, given = parser.parse(argv), parser.given(argv)
+    args, given, command = parser.parse(argv), parser.given(argv), f"distca plan {shlex.join(argv)}"
     check_outputs(args, "--plot", "--save", "--html")
-    command = f"distca plan {shlex.join(argv)}"
     if args.load is not None:
         _show_saved(args, given, command)
     else:
@@ -269,10 +271,8 @@ def _check_mask(args: argparse.Namespace, plan: Plan) -> None:
         return
     seen = planned_heads.planned_model(args).masks.masks
     if plan.mask not in seen:
-        ours, theirs = (
-            planned_heads.described_mask(plan.mask),
-            " or ".join(map(planned_heads.described_mask, seen)),
-        )
+        ours = planned_heads.described_mask(plan.mask)
+        theirs = " or ".join(map(planned_heads.described_mask, seen))
         raise ValueError(
             f"--load {args.load} was planned for layers that see {ours}, but those of --model "
             f"{args.model} see {theirs}: make a plan for that model, without --load"
@@ -292,7 +292,11 @@ def _make(args: argparse.Namespace, given: Mapping[str, str], command: str) -> N
             )
         _compare(args, command, model, config, lengths, capacities)
         return
-    plan, seconds = _timed_plan(args, args.scheduler, model, config, lengths, capacities)
+    make = partial(_timed_plan, args, args.scheduler, model)
+    try:
+        plan, seconds = make(config, lengths, capacities)
+    except BufferBoundError as error:
+        raise ValueError(refusal(error, config, lambda c: make(c, lengths, capacities))) from error
     sizes = {"servers": args.servers, "tokens_per_server": args.tokens_per_server}
     made_for = {**sizes, **to_json(config)}
     scheduler = make_scheduler(args.scheduler, config)

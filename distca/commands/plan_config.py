@@ -123,6 +123,7 @@ def saved_config(
             cost_model=_cost_model(args, shape),
             links=of_plan,
             server_speeds=None if speeds is None else tuple(speeds),
+            max_buffer_bytes=saved.get("max_buffer_bytes"),
         )
     except TypeError as error:
         raise ValueError(f"{args.load}: its configuration cannot be read ({error})") from error

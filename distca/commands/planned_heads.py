@@ -105,7 +105,7 @@ def planned_model(args: argparse.Namespace, default: ModelSize | None = None) ->
         if value < 1:
             raise ValueError(f"{flag_of(name)} {value} must be at least 1")
     if args.model is not None:
-        model = named_model(args.model, given)
+        model = named_model(args.model, given, attention_only=True)
     elif default is not None:
         model = replace(default, **given)
     elif "heads" in given:

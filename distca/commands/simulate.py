@@ -69,6 +69,7 @@ from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import divisions
 from distca.simulate.speed_up import enough_batches
 from distca.simulate.trials import Trials
+from distca.wording import counted
 
 _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
@@ -424,9 +425,9 @@ def _check_divides(args: argparse.Namespace, workload: Workload) -> None:
     fewer = (gpus for gpus in range(workload.gpus - 1, 0, -1) if divides(gpus))
     near = [str(gpus) for gpus in (next(fewer, None), next(more, None)) if gpus is not None]
     raise ValueError(
-        f"no layout divides {workload.gpus} GPUs: ranks must share {workload.sequences} sequences "
-        f"of {workload.context} tokens evenly, tensor-parallel ranks "
-        f"{workload.model.kv_heads} key-value heads, and pipeline stages "
+        f"no layout divides {counted(workload.gpus, 'GPU')}: ranks must share "
+        f"{workload.sequences} sequences of {workload.context} tokens evenly, "
+        f"tensor-parallel ranks {workload.model.kv_heads} key-value heads, and pipeline stages "
         f"{workload.model.layers} layers. "
         + (f"Give --gpus {' or '.join(near)}, or other" if near else "Give other")
         + " --sequences, --tensor-model-parallel-sizes or --pipeline-model-parallel-sizes"

@@ -143,6 +143,7 @@ def job_line(workload: Workload, batches: int) -> str:
 def assumptions(workload: Workload, batches: int, verdict: Verdict) -> list[str]:
     """Returns what the figures mean, and what they rest on, a paragraph each."""
     cluster, charges = workload.cluster, workload.cluster.charges
+    gib = cluster.memory_gb * 1e9 / 2**30
     return [
         *(
             [RANGES.format(error=verdict.simulators_error)]
@@ -154,7 +155,7 @@ def assumptions(workload: Workload, batches: int, verdict: Verdict) -> list[str]
             if verdict.distca is not None and verdict.distca.from_parts
             else []
         ),
-        f"A GPU has {cluster.memory_gb:g} GB ({cluster.memory_gb * 1e9 / 2**30:.0f} GiB), of "
+        f"A GPU has {cluster.memory_gb:g} GB ({gib:.{0 if gib >= 10 else 2}f} GiB), of "
         f"which training may fill {cluster.usable_bytes / 1e9:g} GB.",
         RATES.format(
             attention=cluster.attention_tflops, mfu=cluster.linear_mfu, peak=cluster.peak_tflops
@@ -244,7 +245,7 @@ def plot_choices(
     speed.invert_yaxis()
     speed.set(xlabel="thousand tokens/s, all GPUs")
     memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
-    above.suptitle(f"{workload.gpus} GPUs of {workload.cluster.name}: simulated")
+    above.suptitle(f"{counted(workload.gpus, 'GPU')} of {workload.cluster.name}: simulated")
     with writing(path) as written:
         figure.savefig(written, dpi=110)
 

@@ -39,6 +39,7 @@ from distca.simulate.rollouts import (
     simulate_trees,
 )
 from distca.simulate.speed_up import SpeedUp
+from distca.wording import counted
 
 SYSTEMS = (*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles")
 _TOLERANCE = 0.05
@@ -185,7 +186,8 @@ def compare(
     tried = layouts(len(batches[0]), workload, tensor_sizes)
     if not tried:
         raise ValueError(
-            f"no size of --tensor-model-parallel-sizes divides {workload.gpus} GPUs, nodes of "
+            "no size of --tensor-model-parallel-sizes divides "
+            f"{counted(workload.gpus, 'GPU')}, nodes of "
             f"{workload.cluster.gpus_per_node} and the model's heads: give another one, such as 1"
         )
     rows: list[Row] = []
@@ -272,7 +274,7 @@ def _report(rows: Sequence[Row], batches: Sequence[Sequence[Group]], workload: W
     cluster, mean = workload.cluster, sum(tokens) / len(tokens)
     lines = [
         _answer(trees, apart),
-        f"{workload.gpus} GPUs of {cluster.name}, {len(batches[0])} prompts with "
+        f"{counted(workload.gpus, 'GPU')} of {cluster.name}, {len(batches[0])} prompts with "
         f"{len(batches[0][0].responses)} responses each, {mean:,.0f} tokens one by one, "
         f"{held / len(batches):,.0f} as trees,\n{len(batches)} batch(es); simulated, not measured",
         f"{'':48}{'tokens/s':>12}{'s':>9}{'GB a GPU':>10}{'idle':>7}  "

@@ -219,7 +219,7 @@ def _flags_of_megatron(choice: Choice, workload: Workload) -> list[str]:
 
 
 def _flags_of_distca(choice: Choice, workload: Workload) -> list[str]:
-    what = f"{TITLES[choice.system]}, on {workload.gpus} GPUs"
+    what = f"{TITLES[choice.system]}, on {counted(workload.gpus, 'GPU')}"
     lines = _flags_of(choice, workload, "pretrain_gpt.py", what, training_flags)
     # Where there are no flags, the only line says why.
     if len(lines) > 1 and choice.candidate is not None:

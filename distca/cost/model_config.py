@@ -39,7 +39,13 @@ _HEADS_FILL_WIDTH = ("llama", "mistral", "mixtral", "phi3", "qwen2")
 _FULL = "full_attention"
 
 
-def read_model_size(path: Path, given: Mapping[str, int] | None = None) -> ModelSize:
+_OF_ATTENTION = ("heads", "kv_heads", "head_dim")
+"""Sizes that attention has."""
+
+
+def read_model_size(
+    path: Path, given: Mapping[str, int] | None = None, attention_only: bool = False
+) -> ModelSize:
     """Reads the sizes of a language model.
 
     Dense layers at the beginning of a model with experts count as layers with experts, which is
@@ -48,6 +54,8 @@ def read_model_size(path: Path, given: Mapping[str, int] | None = None) -> Model
     Args:
         path: folder with a `config.json`, or that file.
         given: fields of `ModelSize` that win over the file's.
+        attention_only: read heads, latents and masks; other sizes are 0, or 1 layer, and experts
+            are None.
 
     Raises:
         ValueError: the file is missing or damaged, lacks a size, or describes a model whose layers
@@ -62,7 +70,8 @@ def read_model_size(path: Path, given: Mapping[str, int] | None = None) -> Model
         raise ValueError(f"{file} is not JSON ({error})") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds no configuration of a model")
-    return _Reader(file, config).size(dict(given or {}))
+    reader = _Reader(file, config, _OF_ATTENTION if attention_only else (*_SIZES,))
+    return reader.size(dict(given or {}))
 
 
 class _Reader:
@@ -71,10 +80,11 @@ class _Reader:
     Args:
         file: where it comes from, for messages.
         config: its content; of a multimodal model the part of its language model is read.
+        fields: fields of `ModelSize` that are read.
     """
 
-    def __init__(self, file: Path, config: dict[str, Any]) -> None:
-        self._file = file
+    def __init__(self, file: Path, config: dict[str, Any], fields: Sequence[str]) -> None:
+        self._file, self._fields = file, fields
         if config.get("model_type") in _TEXT_PARTS and isinstance(config.get("text_config"), dict):
             config = {"model_type": "mistral"} | config["text_config"]
         self._config = config
@@ -87,19 +97,19 @@ class _Reader:
 
     def size(self, given: dict[str, int]) -> ModelSize:
         """Returns the sizes, where `given` fields win."""
-        sizes = {
-            field: given[field] if field in given else self._size(field, name)
-            for field, name in _SIZES.items()
-        }
+        sizes = {"layers": 1, "hidden_size": 0, "ffn_hidden_size": 0, "vocab_size": 0}
+        for field in self._fields:
+            sizes[field] = given[field] if field in given else self._size(field, given)
+        every_size = "layers" in self._fields
         experts = None
-        if self._family in _EXPERTS:
+        if self._family in _EXPERTS and every_size:
             experts, sizes["ffn_hidden_size"] = self._experts(sizes["layers"], given)
         latents = self._latents() if self._family in _LATENTS else None
         if latents is not None:
             sizes["kv_heads"] = given.get("kv_heads", sizes["heads"])
             rotated = self._number("qk_nope_head_dim") + latents.rotated_dim
             sizes["head_dim"] = given.get("head_dim", rotated)
-        window, chunk, period = self._masks(sizes["layers"])
+        window, chunk, period = self._masks(sizes["layers"] if every_size else None)
         return ModelSize(
             **sizes,
             experts=experts,
@@ -109,22 +119,30 @@ class _Reader:
             window_attn_skip_freq=period,
         )
 
-    def _size(self, field: str, name: str) -> int:
+    def _size(self, field: str, given: Mapping[str, int]) -> int:
         """Reads a size, or what the family has without it."""
+        name = _SIZES[field]
         absent = self._config.get(name) is None
         if absent and field == "kv_heads" and self._family in ("llama", "phi3"):
-            return self._number("num_attention_heads")
+            return self._heads(given)
         if field == "head_dim" and self._family in _LATENTS:
             return self._number("qk_nope_head_dim")
-        if absent and field == "head_dim" and self._family in _HEADS_FILL_WIDTH:
-            return self._number("hidden_size") // self._number("num_attention_heads")
+        divides = absent and field == "head_dim" and self._family in _HEADS_FILL_WIDTH
+        if divides and ("hidden_size" in self._fields or "hidden_size" in self._config):
+            return self._number("hidden_size") // self._heads(given)
         return self._number(name)
+
+    def _heads(self, given: Mapping[str, int]) -> int:
+        """Reads the number of query heads, where flags may give what the file lacks."""
+        if self._config.get("num_attention_heads") is None and "heads" in given:
+            return given["heads"]
+        return self._number("num_attention_heads")
 
     def _number(self, name: str, least: int = 1) -> int:
         value = self._config.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             what = "is missing" if value is None else f"is {value!r}"
-            flags = [f"--{field.replace('_', '-')}" for field, key in _SIZES.items() if key == name]
+            flags = [f"--{each.replace('_', '-')}" for each in self._fields if _SIZES[each] == name]
             raise ValueError(
                 f"{self._file}: {name} {what}: it must be a whole number of at least {least}"
                 + "".join(f", or give {flag}" for flag in flags)
@@ -170,7 +188,7 @@ class _Reader:
             None if rank is None else self._number("q_lora_rank"),
         )
 
-    def _masks(self, layers: int) -> tuple[int | None, int | None, int | None]:
+    def _masks(self, layers: int | None) -> tuple[int | None, int | None, int | None]:
         """Returns `window_left`, `attention_chunk_size` and `window_attn_skip_freq`."""
         window = chunk = None
         if self._family == "llama4_text":
@@ -184,7 +202,9 @@ class _Reader:
             window = self._number("sliding_window") - 1
         if chunk is not None:
             chunk = self._number("attention_chunk_size")
-        kinds = self._kinds(layers)
+        listed = self._config.get("layer_types") is not None
+        # The number of layers says nothing where each is listed.
+        kinds = self._kinds((layers or self._number("num_hidden_layers")) if not listed else 0)
         if _FULL not in kinds:
             return window, chunk, None
         if set(kinds) == {_FULL}:

@@ -52,6 +52,7 @@ class PlanSummary:
         bytes_backward: all bytes of the backward pass.
         link_seconds_max: longest time that the links of a rank are busy, forward.
         notes: notes of the plan.
+        max_buffer_bytes: bound of `bytes_max_buffered`; None: there is none.
     """
 
     scheduler: str
@@ -79,6 +80,7 @@ class PlanSummary:
     bytes_backward: int
     link_seconds_max: float
     notes: tuple[str, ...]
+    max_buffer_bytes: int | None
 
 
 def describe(
@@ -107,6 +109,13 @@ def describe(
     tokens = placement.tokens_per_rank()
     if before is None:
         before = loads_before(plan, cost_model)
+    most_before = float(relative_loads(before, speeds).max())
+    notes, bound = plan.notes, config.max_buffer_bytes
+    if bound is not None and relative.max() > most_before + 1e-9:
+        notes += (
+            f"this is worse balanced than plain data parallelism ({most_before:.3f}): allow more "
+            f"buffer bytes than {bound:,}",
+        )
     return PlanSummary(
         scheduler=plan.scheduler,
         servers=servers,
@@ -121,7 +130,7 @@ def describe(
         key_rows_moved=int(rank_rows(plan)[1].received.sum()),
         load_unit="pairs" if cost_model is None else "seconds (predicted)",
         load_mean=float(loads.mean()),
-        load_max_over_mean_before=float(relative_loads(before, speeds).max()),
+        load_max_over_mean_before=most_before,
         load_max_over_mean=float(relative.max()),
         load_min_over_mean=float(relative.min()),
         bytes_total=forward.total,
@@ -132,7 +141,8 @@ def describe(
         bytes_max_buffered=int(forward.messages["dispatch"].received().max()),
         bytes_backward=moved.total - forward.total,
         link_seconds_max=float(config.links.busy_seconds(forward).max()),
-        notes=plan.notes,
+        notes=notes,
+        max_buffer_bytes=bound,
     )
 
 
@@ -198,6 +208,10 @@ def format_summary(summary: PlanSummary, known_links: bool = True) -> str:
     # Of the bytes that leave a node; nothing where a node is a server, or has them all.
     if 1 < s.servers_per_node < s.servers:
         moved.append(f"{s.bytes_between_nodes / 1e6:,.2f} forward between nodes")
+    rows_bound = []
+    if s.max_buffer_bytes is not None:
+        held = f"{s.bytes_max_buffered / 1e6:,.2f} MB of queries, keys and values at most, of "
+        rows_bound.append(("buffers", f"{held}{s.max_buffer_bytes / 1e6:,.2f} MB allowed"))
     busy = f"busy for at most {1e3 * s.link_seconds_max:.3f} ms forward"
     rows = [
         (
@@ -220,6 +234,7 @@ def format_summary(summary: PlanSummary, known_links: bool = True) -> str:
             f"(min/mean {s.load_min_over_mean:.3f}; mean {s.load_mean:.4g} {s.load_unit})",
         ),
         ("MB a layer", "; ".join(moved)),
+        *rows_bound,
         *([("links", busy)] if known_links else []),
         *(("note", note) for note in s.notes),
     ]

@@ -22,6 +22,7 @@ from distca.simulate.workload import (
     options_of,
     token_pairs,
 )
+from distca.wording import counted
 
 _COUNTED = (
     *("--bf16", "--use-distributed-optimizer"),
@@ -212,15 +213,28 @@ def sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:
     """
     chain = candidate.chain
     each = workload.sequences * chain // candidate.micro_batches
-    # Two nano-batches, each divided by sequence parallelism.
-    if each * workload.context // candidate.data // chain % (2 * candidate.tensor) == 0:
-        for number in range(1, each + 1):
-            blocks = chain * candidate.data * BLOCK
-            if each % number == 0 and number * workload.context % blocks == 0:
-                return number
+    blocks = chain * candidate.data * BLOCK
+
+    def fits(number: int, context: int) -> bool:
+        # Two nano-batches, each divided by sequence parallelism.
+        even = each * context // candidate.data // chain % (2 * candidate.tensor) == 0
+        return even and number * context % blocks == 0
+
+    for number in range(1, each + 1):
+        if each % number == 0 and fits(number, workload.context):
+            return number
+    # Multiples of these fit.
     multiple = chain * candidate.data * math.lcm(BLOCK, 2 * candidate.tensor)
+    fewer = range(workload.context - 1, max(workload.context - multiple - 1, 0), -1)
+    more = range(workload.context + 1, workload.context + multiple + 1)
+    near = [
+        str(context)
+        for contexts in (fewer, more)
+        if (context := next((c for c in contexts if fits(each, c)), None)) is not None
+    ]
     raise ValueError(
-        f"pretrain_gpt.py gives each rank a multiple of {BLOCK} tokens, which {each} sequence(s) "
-        f"of {workload.context:,} tokens on {candidate.data} data-parallel ranks are not: simulate "
-        f"with --context {max(workload.context // multiple, 1) * multiple}"
+        f"pretrain_gpt.py gives each rank a multiple of {BLOCK} tokens, but "
+        f"{counted(each, 'sequence')} of {workload.context:,} tokens cannot be divided so over "
+        f"{counted(candidate.data, 'data-parallel rank')}: simulate with --context "
+        f"{' or '.join(near)}"
     )

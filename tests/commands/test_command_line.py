@@ -256,3 +256,11 @@ def test_a_full_standard_output_is_named(monkeypatch, capsys) -> None:
         patched.setattr(sys, "stdout", full)
         assert console.main(["plan", *DRAWN]) == 2
     assert capsys.readouterr().err == "distca plan: standard output cannot be written: No room\n"
+
+
+def test_memory_below_the_reserve_is_refused(capsys) -> None:
+    job = "--distribution fixed --context 1024 --sequences 2 --model llama-8b --gpus 1".split()
+    for memory in ("1", "4"):
+        assert status_of(["simulate", *job, "--memory-gb", memory]) == 2
+        refused = capsys.readouterr().err
+        assert f"--memory-gb {memory}: the driver, the libraries and fragments take 4 GB" in refused

@@ -27,7 +27,7 @@ from distca.simulate import (
     training_flags,
 )
 from distca.simulate.baselines import MEGATRON
-from distca.simulate.flags import megatron_flags
+from distca.simulate.flags import megatron_flags, sequences_of_a_window
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.variants import (
     with_chains,
@@ -253,10 +253,10 @@ def test_every_configuration_is_trained_as_it_is_simulated(system: str, workload
         except ValueError as error:
             # What it says to give instead can be trained.
             refused += 1
-            context = int(str(error).split("--context ")[1])
-            other = replace(workload, context=context)
-            flags = shlex.split(" ".join(training_flags(candidate, other)))
-            check(parsed(flags, other), candidate, other)
+            for context in str(error).split("--context ")[1].split(" or "):
+                other = replace(workload, context=int(context))
+                flags = shlex.split(" ".join(training_flags(candidate, other)))
+                check(parsed(flags, other), candidate, other)
             continue
         check(parsed(shlex.split(" ".join(flags)), workload), candidate, workload)
         trained += 1
@@ -271,6 +271,26 @@ def test_a_sequence_is_a_window_on_a_real_job(recompute: Recompute) -> None:
     args = parsed(shlex.split(" ".join(training_flags(candidate, workload))), workload)
     check(args, candidate, workload)
     assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (4096, 8, 1024)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "fewer", "ranks"),
+    [
+        (Candidate("tiles", 1, 1, 2, 1, 1), 896, "2 data-parallel ranks"),
+        (Candidate("tiles", 2, 1, 1, 1, 1), 960, "1 data-parallel rank"),
+    ],
+)
+def test_the_nearest_contexts_are_advised(candidate: Candidate, fewer: int, ranks: str) -> None:
+    job = replace(WORKLOAD, gpus=2, context=1000, sequences=2)
+    with pytest.raises(ValueError, match=f"{ranks}: simulate with --context {fewer} or 1024$"):
+        sequences_of_a_window(candidate, job)
+    for context in range(fewer, 1025):
+        near = replace(job, context=context)
+        if context in (fewer, 1024):
+            assert sequences_of_a_window(candidate, near) in (1, 2)
+        else:
+            with pytest.raises(ValueError, match="simulate with"):
+                sequences_of_a_window(candidate, near)
 
 
 @pytest.mark.parametrize("system", MEGATRON)

@@ -274,11 +274,13 @@ class TilesScheduler:
         allowed = [c for c in found if bound is None or c.most_received <= bound]
         if not allowed:
             least = min(candidate.most_received for candidate in found)
-            raise BufferBoundError(
+            error = BufferBoundError(
                 f"no plan for these documents keeps to {bound:,} buffer bytes: a server receives "
-                f"up to {least:,} even where only documents that span ranks move. Allow that "
-                "many bytes, or cut documents shorter"
+                f"up to {least:,} in the one that comes closest. Allow more bytes (`distca plan "
+                "--max-buffer-bytes` finds how many), or cut documents shorter"
             )
+            error.least = least
+            raise error
         limit = 1 + config.tolerance + _ROUNDING
         best = allowed[0]
         if len(allowed) > 1:
