@@ -80,7 +80,8 @@ class Breakdown:
 
         What is below 0 is taken from the largest costs beside the linear layers and attention.
         """
-        parts = {name: max(each, 0.0) for name, each in asdict(self).items()}
+        # Of -0.0 and 0.0 `max` returns the first.
+        parts = {name: max(0.0, each) for name, each in asdict(self).items()}
         surplus = sum(parts.values()) - self.seconds
         order = sorted(parts, key=lambda name: (name in _WORK, -parts[name]))
         for name in order:

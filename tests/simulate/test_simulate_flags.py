@@ -338,7 +338,7 @@ def printed_flags(text: str) -> list[str]:
     """What a shell makes of the lines below the table, which a sentence ends."""
     title = next(line for line in text.splitlines() if line.startswith("Flags of pretrain_gpt.py"))
     flags, _, sentence = text[text.index(title) + len(title) :].partition("\nA sample is ")
-    assert sentence.endswith(" tokens.\n")
+    assert sentence.splitlines()[0].endswith(" tokens.")
     return shlex.split(flags.replace("\\\n", " "))
 
 
