@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
+
 from distca.whole_file import write_text
 
 _LINE = re.compile(r"iteration +(\d+)/.*? lm loss: ([0-9.E+-]+|nan|inf) \|")
