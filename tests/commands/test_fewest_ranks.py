@@ -75,7 +75,7 @@ def test_what_auto_cannot_go_by_is_refused(capsys, model: ServedModel, tmp_path:
     large = "--new-tokens 9 --model llama-405b".split()
     for name, flags, why in (
         ("generate", answered, "give --kv-cache-memory-bytes, and --prompt or --prompt-ids"),
-        ("generate", [*answered, *room, "--prefill-strategy", "runahead"], "whose parts are unequal"),
+        ("generate", [*answered, *room, "--prefill-strategy", "runahead"], "parts are unequal"),
         ("simulate", ["prefill", *large, *auto], "weights take "),
         ("plan", ["prefill", *large, "--context-parallel-size", "x"], "give a number, or auto"),
     ):
