@@ -298,7 +298,7 @@ def test_latents_travel_where_servers_can_expand_them() -> None:
             parse(*latent, *flags.split(), "--distca-latent-rows", "on", world_size=4)
     apart = "--pipeline-model-parallel-size 2 --no-distca-pool-stages".split()
     assert shape_of(parse(*latent, *apart, world_size=4)).kv_rank == 16
-    with pytest.raises(ValueError, match="so add that; or give auto"):
+    with pytest.raises(ValueError, match="add it; or give auto"):
         parse("--distca", "--distca-latent-rows", "on")
 
 

@@ -22,7 +22,7 @@ def test_experts_take_equally_many_tokens() -> None:
 def test_what_counts_a_router_s_passes_needs_whole_micro_batches(kind: str) -> None:
     """A nano-batch would be balanced by itself, and the loss would change without a word."""
     flags = [*EXPERTS.split(), "--moe-router-load-balancing-type", kind, "--distca"]
-    with pytest.raises(ValueError, match=f"{kind}, which .* give --no-distca-ping-pong"):
+    with pytest.raises(ValueError, match=f"{kind}: .* Give --no-distca-ping-pong"):
         parse(*flags)
     parse(*flags, "--no-distca-ping-pong")
     parse(*flags[:-1])
