@@ -14,7 +14,7 @@ SIMULATORS_ERROR = 0.018
 """Median error of simulated steps without pipeline stages, against measured ones
 (benchmarks/results/simulator.md). With two stages it is less."""
 POOLS_ERROR = 0.038
-"""Median error of simulated steps with server pools or shared heads
+"""Median error of simulated steps on four processes: one group, server pools, and shared heads
 (benchmarks/results/pools.md)."""
 _SEQUENCES, _FEWEST, _MOST = 384, 4, 24
 """Sequences to simulate, and the fewest and most batches."""

@@ -334,8 +334,8 @@ def last_resorts(
     plain = [
         replace(
             each,
-            # Server pools alone have any number of micro-batches.
-            pool_size=each.data if _is_uneven(each, workload) else None,
+            # Server pools alone have any number of micro-batches; peers have no pools.
+            pool_size=each.data if each.pool_size and _is_uneven(each, workload) else None,
             wide_documents=None,
             ping_pong=True,
             keeps_inputs=False,

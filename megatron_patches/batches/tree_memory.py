@@ -1,7 +1,7 @@
 """Memory of core attention of trees, held against what a rank has before the model is built.
 
-A kernel copies the keys of a branch's path, those of the prompt with them, so many branches of a
-long prompt need large buffers.
+A kernel copies the keys of a branch's whole path, prompt included. Many branches of a long prompt
+therefore need large buffers.
 """
 
 from __future__ import annotations

@@ -103,3 +103,6 @@ def test_chains_are_tried_where_nothing_fits() -> None:
         assert simulate(each, job, batch(0)).gpus == job.gpus
     peers = [replace(each, system="plain") for each in failed]
     assert {each.chain for each in last_resorts(peers, job, None)} == {1}
+    # WLB-LLM's bins are no whole sequences, and in no pools.
+    bins = Candidate("wlb-llm", 2, 1, 4, 1, 3)
+    assert last_resorts([bins], job, None) == [bins]

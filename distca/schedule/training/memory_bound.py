@@ -281,7 +281,7 @@ class _Search:
         """Returns a larger number of micro-batches, which may all fit.
 
         Args:
-            needed: bytes that so many need.
+            needed: peak bytes with `count` micro-batches.
             count: number of micro-batches.
             single: whether those that need most have one document.
         """

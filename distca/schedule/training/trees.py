@@ -112,8 +112,8 @@ def plan_trees(
         scheduler: scheduler over the ranks of a stage.
         masks: masks of the layers.
         ranks: ranks of a stage, which divide the tokens with queries.
-        cached: placement of the first tokens of the first tree's first path, of which there are
-            keys alone; None: there are none.
+        cached: placement of the cached tokens, which begin the first tree's first path and have
+            keys but no queries; None: there are none.
     """
     paths, own = trees.paths, int(trees.own_lengths.sum())
     lengths, prefix = paths.lengths, paths.prefix.copy()
