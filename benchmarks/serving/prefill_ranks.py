@@ -44,7 +44,7 @@ from distca.prefill.ranks import PrefillRank
 from distca.schedule.serving.handoff.protocol import Transfer
 from distca.schedule.serving.partitions import Chain
 
-STRATEGIES = ("pass-kv", "pass-q", "sp-ntp", "runahead")
+STRATEGIES = ("pass-kv", "pass-q", "sp-ntp", "runahead", "tiles")
 LEASE = 600.0
 
 
