@@ -64,6 +64,9 @@ TOOL = {
     },
 }
 CHOICE = {"type": "function", "function": {"name": "look_up"}}
+START = 600.0
+"""Seconds in which ranks start, which takes minutes on a busy machine."""
+
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +154,7 @@ def blocks_held(server: Server) -> int:
 def ready(server: Server, lease: float = 6.0) -> None:
     """Waits until vLLM knows that the ranks are there; their lease is `lease` seconds."""
     reader = Reader(server.folder, server.address, engine="test")
-    assert reader.client.connect(180.0)
+    assert reader.client.connect(START)
     for number in range(10):
         reader.until(lambda: reader.client.ready, 120.0)
         reader.begin(number, prompt(0, 10))
@@ -308,7 +311,7 @@ def is_number(series: dict[str, Any]) -> bool:
 
 def wait_for_ranks(log: Path) -> None:
     """Waits until ranks are ready that have not been killed since."""
-    due = time.monotonic() + 180
+    due = time.monotonic() + START
     while log.read_text().rfind("ready at") < log.read_text().rfind("exitcode: -9"):
         assert time.monotonic() < due, "the ranks don't come back"
         time.sleep(0.2)
