@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -156,37 +156,37 @@ def answer(pipe: Connection) -> None:
     It receives a model's folder, the address of its ranks, the dtype and vLLM's operators. For each
     run it then receives whether ranks must be there; None: no more.
     """
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    # As vLLM's workers on CPUs do.
-    torch.accelerator.empty_cache = lambda: None
     while (told := pipe.recv()) is not None:
         _answer(pipe, *told)
         gc.collect()
         cleanup_dist_env_and_memory()
 
 
-def _answer(
-    pipe: Connection, folder: Path, address: str, dtype: torch.dtype, operators: Sequence[str]
-) -> None:
-    from vllm import LLM, SamplingParams
+def connected(folder: str, address: str, **flags: Any) -> tuple[Any, Callable[[], None]]:
+    """Makes vLLM with the connector in a process of `answering`.
+
+    Args:
+        folder: folder of the model.
+        address: where prefill ranks are looked for.
+        flags: further ones of vLLM's engine.
+
+    Returns:
+        It, and a function that waits for ranks that were not there at its last call.
+    """
+    from vllm import LLM
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    # As vLLM's workers on CPUs do.
+    torch.accelerator.empty_cache = lambda: None
     settings = {"distca_address": address, "distca_min_tokens": LEAST}
     model = LLM(
-        str(folder),
-        dtype=str(dtype).removeprefix("torch."),
+        folder,
         enforce_eager=True,
         max_num_batched_tokens=256,
         skip_tokenizer_init=True,
-        compilation_config={"custom_ops": list(operators)},
         kv_transfer_config=KVTransferConfig(
             kv_connector="DistCAConnector",
             kv_connector_module_path="distca.vllm",
@@ -194,18 +194,39 @@ def _answer(
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={**settings, "distca_connect_seconds": 0},
         ),
+        **flags,
     )
-    core, known = model.llm_engine.engine_core, None
     # Of vLLM's scheduler and of its worker, which run in this process.
-    connectors = core.engine_core.scheduler.connector._asks, get_kv_transfer_group()._loads
-    clients = [each._client for each in connectors]
-    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False)
-    while (with_ranks := pipe.recv()) is not None:
+    scheduler = model.llm_engine.engine_core.engine_core.scheduler
+    connectors = scheduler.connector._asks, get_kv_transfer_group()._loads
+    clients, known = [each._client for each in connectors], {None}
+
+    def wait() -> None:
         due = time.monotonic() + SECONDS
-        while with_ranks and any(_instance(each) in (None, known) for each in clients):
+        while any(_instance(each) in known for each in clients):
             assert time.monotonic() < due, "no ranks"
             time.sleep(0.05)
-        known = _instance(clients[0])
+        known.add(_instance(clients[0]))
+
+    return model, wait
+
+
+def _answer(
+    pipe: Connection, folder: Path, address: str, dtype: torch.dtype, operators: Sequence[str]
+) -> None:
+    model, wait = connected(
+        str(folder),
+        address,
+        dtype=str(dtype).removeprefix("torch."),
+        compilation_config={"custom_ops": list(operators)},
+    )
+    from vllm import SamplingParams
+
+    core = model.llm_engine.engine_core
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False)
+    while (with_ranks := pipe.recv()) is not None:
+        if with_ranks:
+            wait()
         model.reset_prefix_cache()
         asked = [{"prompt_token_ids": each} for each in prompts()]
         found = [each.outputs[0] for each in model.generate(asked, sampling, use_tqdm=False)]
@@ -224,12 +245,22 @@ def _instance(client: PrefillClient) -> str | None:
     return None if client.welcome is None else client.welcome.instance
 
 
+def _run(main: Callable[..., None], *args: Any) -> None:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    main(*args)
+
+
 @contextmanager
-def answering() -> Iterator[Connection]:
-    """A process in which vLLM answers."""
+def answering(main: Callable[..., None] = answer, *args: Any) -> Iterator[Connection]:
+    """A process in which vLLM answers: its main function is given a pipe, and `args`."""
     context = multiprocessing.get_context("spawn")
     pipe, its = context.Pipe()
-    process = context.Process(target=answer, args=(its,), daemon=True)
+    process = context.Process(target=_run, args=(main, its, *args), daemon=True)
     process.start()
     its.close()
     try:

@@ -220,3 +220,21 @@ def prefill(folder: Path, address: str, log: Path, *flags: str) -> Iterator[subp
     ]
     with started(command, log) as process:
         yield process
+
+
+def wait_for_vllm(log: Path, workers: int = 1, seconds: float = 600.0) -> None:
+    """Waits until the ranks that have started last know vLLM's scheduler and its workers.
+
+    Args:
+        log: what the ranks have said.
+        workers: number of the workers.
+        seconds: how long to wait: a busy machine takes minutes.
+    """
+    due = time.monotonic() + seconds
+    while True:
+        said = log.read_text().rpartition("ready at ")[2]
+        # A test that asks them, too, calls its engine so.
+        if len(re.findall("connected: (?!test,)", said)) > workers:
+            return
+        assert time.monotonic() < due, f"vLLM does not connect: {said[-4000:]}"
+        time.sleep(0.2)

@@ -39,6 +39,7 @@ from support.vllm_server import (
     environment,
     prefill,
     vllm_serve,
+    wait_for_vllm,
 )
 
 STRATEGIES = {
@@ -66,7 +67,6 @@ TOOL = {
 CHOICE = {"type": "function", "function": {"name": "look_up"}}
 START = 600.0
 """Seconds in which ranks start, which takes minutes on a busy machine."""
-
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def tokens_received(server: Server) -> int:
     """Tokens whose keys and values the ranks have handed over since they started."""
     reader = Reader(server.folder, server.address, engine="test")
     assert reader.client.connect(60.0)
-    due = time.monotonic() + 10
+    due = time.monotonic() + 60
     while not reader.client.state.received and time.monotonic() < due:
         reader.poll(0.2)
     reader.client.close()
@@ -151,8 +151,8 @@ def blocks_held(server: Server) -> int:
     return seen.blocks + seen.held + seen.running + seen.waiting
 
 
-def ready(server: Server, lease: float = 6.0) -> None:
-    """Waits until vLLM knows that the ranks are there; their lease is `lease` seconds."""
+def ready(server: Server, log: Path) -> None:
+    """Waits until vLLM knows that the ranks are there, and they have computed a prompt."""
     reader = Reader(server.folder, server.address, engine="test")
     assert reader.client.connect(START)
     for number in range(10):
@@ -165,8 +165,7 @@ def ready(server: Server, lease: float = 6.0) -> None:
     # Until they count it: what is said last before the end may be lost then.
     reader.until(lambda: reader.client.state.received > 0, 120.0)
     reader.client.close()
-    # It greets them a few times in a lease.
-    time.sleep(lease / 2)
+    wait_for_vllm(log)
 
 
 def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) -> None:
@@ -191,9 +190,9 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
         measure_groups(server.folder)
     for name, flags in STRATEGIES.items() if full else list(STRATEGIES.items())[:3]:
         # With 64 prompts at once on a busy machine a rank may be silent for long.
-        lease, log = 30.0 if full else 6.0, server.folder / f"{name}.log"
-        with prefill(server.folder, server.address, log, *flags, "--lease", str(lease)):
-            ready(server, lease)
+        lease, log = ("--lease", "30"), server.folder / f"{name}.log"
+        with prefill(server.folder, server.address, log, *flags, *lease):
+            ready(server, log)
             server.reset()
             assert server.answers(bodies) == expected, name
             by = "TCP" if "tcp" in flags or find_spec("nixl") is None else "NIXL"
@@ -237,7 +236,7 @@ def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None
 
     log = server.folder / "storm.log"
     with prefill(server.folder, server.address, log, "--prefill-strategy", "pass-kv") as launcher:
-        ready(server)
+        ready(server, log)
         work = threading.Thread(target=ask)
         work.start()
         try:
@@ -255,7 +254,8 @@ def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None
             work.join(900)
         assert not work.is_alive(), "requests hang"
         # The server never ended, and answers go on through the ranks once they are back.
-        ready(server)
+        wait_for_ranks(log)
+        ready(server, log)
         server.reset()
         again = [body for body in bodies if len(body.get("prompt", ())) > 2 * MIN_TOKENS][:4]
         right = [answer for body, answer in zip(bodies, expected, strict=True) if body in again]
@@ -284,7 +284,7 @@ def test_every_panel_of_the_dashboard_shows_real_servers(server: Server, tmp_pat
         prefill(server.folder, server.address, log),
         prometheus(tmp_path, [port]) as scraped,
     ):
-        ready(server)
+        ready(server, log)
         empty, due, rounds = queries, time.monotonic() + 180, 0
         # Rates are of figures that grow between two scrapes, and quantiles of none are no number.
         while empty and time.monotonic() < due:

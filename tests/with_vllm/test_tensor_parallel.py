@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from support.byte_tokenizer import chat_tokenizer
 from support.ports import free_port
 from support.prefills import Reader, free_address, prompt
 from support.small_models import save_small_model
-from support.vllm_server import MIN_TOKENS, POSITIONS, prefill, vllm_serve
+from support.vllm_server import MIN_TOKENS, POSITIONS, prefill, vllm_serve, wait_for_vllm
 
 LAYOUTS = {
     "2 processes": ("--context-parallel-size", "1", "--tensor-parallel-size", "2"),
@@ -45,11 +44,11 @@ def test_two_processes_of_vllm_answer_as_without_ranks(tmp_path: Path) -> None:
         assert len(set(expected)) > len(bodies) // 2
         wanted = sum(length - 1 for length in lengths if length > MIN_TOKENS)
         for name, of_ranks in LAYOUTS.items():
-            with prefill(folder, address, tmp_path / "ranks.log", "--lease", "30", *of_ranks):
+            log = tmp_path / f"{name}.log"
+            with prefill(folder, address, log, "--lease", "30", *of_ranks):
                 reader = Reader(folder, address, engine="test")
-                assert reader.client.connect(180.0)
-                # vLLM looks for ranks a few times in a lease.
-                time.sleep(15)
+                assert reader.client.connect(600.0)
+                wait_for_vllm(log, workers=2)
                 server.reset()
                 assert server.answers(bodies) == expected, name
                 # They say it a few times in a lease.
