@@ -1,19 +1,21 @@
-"""DistCA beside what Megatron's users have: context parallelism and hybrid context parallelism.
+"""DistCA beside what Megatron has: context parallelism, and hybrid and dynamic ones.
 
     python benchmarks/plans/hybrid_cp.py --published DIR --output results/
 
 Batches of 64 x 64K tokens, from distributions of `distca/documents/lengths.py` or from published
 lists (see `schedulers.py`), are planned by per-document context parallelism, by megatron-core's own
-scheduler of hybrid context parallelism, by WLB-LLM and by `tiles`. All know the kernel's times, and
-WLB-LLM those of all work, which it packs by. *CP* is the size of groups, and how many ranks hybrid
-context parallelism gives to the longest document (`--max-seqlen-per-dp-cp-rank` is its length over
-that); "default" is the fewest that hold it with 64K tokens each.
+scheduler of hybrid context parallelism, by the rules of dynamic context parallelism, which no
+release of Megatron has (`distca/schedule/baselines/dynamic_cp.py` says which), by WLB-LLM and by
+`tiles`. All know the kernel's times, and WLB-LLM those of all work, which it packs by. *CP* is the
+size of groups, and how many ranks hybrid and dynamic context parallelism give to the longest
+document (`--max-seqlen-per-dp-cp-rank` is its length over that); "default" is the fewest that hold
+it with 64K tokens each.
 
 *Layer time* is the busiest rank's for a layer, forward and backward, without communication, over
 the mean rank's if all work were shared out equally and documents were whole. Linear layers take it
-where tokens are, core attention where it is computed. After each of Megatron's rounds all ranks
-wait. Its overheads are left out: it runs one document at a time, forward and backward. Writes
-`hybrid_cp.md`, and prints it.
+where tokens are, core attention where it is computed. After each round of hybrid context
+parallelism all ranks wait, in a micro-batch of dynamic context parallelism those of a group.
+Overheads of more rounds are left out. Writes `hybrid_cp.md`, and prints it.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from benchmarks.plans.schedulers import TOKENS_PER_SERVER, document_sets
 from distca.cost.kernel_time import CostModel
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
-from distca.plan import Mask, Plan, validate_plan
+from distca.plan import Mask, validate_plan
 from distca.plan.span import Floats, Int64s
 from distca.progress import track
 from distca.schedule import (
+    DynamicContextParallel,
     HybridContextParallel,
     ScheduleConfig,
     document_loads,
@@ -46,6 +49,7 @@ from distca.schedule import (
     make_scheduler,
 )
 from distca.schedule.base import task_loads
+from distca.schedule.baselines.rounds import RoundScheduler, RoundsPlan
 from distca.simulate import CLUSTERS, ModelCosts
 from distca.simulate.bins import AllWork
 
@@ -54,9 +58,14 @@ TENSOR_PARALLEL = 8
 WAYS: tuple[tuple[str, tuple[int | None, ...]], ...] = (
     ("per-document-cp", (None, 4, 8, 16)),
     ("hybrid-cp", (None, 4, 8, 16)),
+    ("dynamic-cp", (None, 4, 8, 16)),
     ("wlb-llm", (None, 4, 8, 16)),
     ("tiles", (None,)),
 )
+IN_ROUNDS: dict[str, Callable[[ScheduleConfig], RoundScheduler]] = {
+    "hybrid-cp": HybridContextParallel,
+    "dynamic-cp": DynamicContextParallel,
+}
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,8 @@ class Row:
 
 def plan_way(
     name: str, lengths: Int64s, servers: int, config: ScheduleConfig, work: CostModel
-) -> tuple[Plan, Int64s]:
-    """Makes a plan; returns it with the round of each document.
+) -> RoundsPlan:
+    """Makes a plan; a scheduler without rounds has one.
 
     Args:
         name: name of the scheduler.
@@ -83,13 +92,13 @@ def plan_way(
         work: cost of all work, by which WLB-LLM packs.
     """
     capacities = even_capacities(int(lengths.sum()), servers)
-    if name == "hybrid-cp":
-        found = HybridContextParallel(config).plan_rounds(lengths, capacities, Mask())
-        return found.plan, found.round_of_document
+    if name in IN_ROUNDS:
+        return IN_ROUNDS[name](config).plan_rounds(lengths, capacities, Mask())
     if name == "wlb-llm":
         config = replace(config, cost_model=work)
     plan = make_scheduler(name, config).plan(lengths, capacities, Mask())
-    return plan, np.zeros(len(lengths), dtype=np.int64)
+    none = np.zeros(len(lengths), dtype=np.int64)
+    return RoundsPlan(plan, none, np.arange(servers)[None], waits_for_all=True)
 
 
 def measure(name: str, size: int | None, lengths: Int64s, costs: ModelCosts) -> Row:
@@ -98,17 +107,18 @@ def measure(name: str, size: int | None, lengths: Int64s, costs: ModelCosts) -> 
     per_token = sum(costs.layer_seconds())
     work = AllWork(kernel, 1 + costs.cluster.backward_over_forward, per_token)
     config = ScheduleConfig(shape=costs.shape, cost_model=kernel, context_parallel_size=size)
-    plan, round_of = plan_way(name, lengths, SERVERS, config, work)
+    found = plan_way(name, lengths, SERVERS, config, work)
+    plan, round_of = found.plan, found.round_of_document
     validate_plan(plan)
     at, tasks = plan.placement, plan.tasks
-    seconds = np.zeros((int(round_of.max()) + 1, SERVERS))
+    seconds = np.zeros((found.rounds, SERVERS))
     np.add.at(seconds, (round_of[at.document], at.rank), (at.end - at.start) * per_token)
     attention: Floats = work.with_backward * task_loads(tasks, Mask(), kernel)
     np.add.at(seconds, (round_of[tasks.document], tasks.server), attention)
     tokens = at.tokens_per_rank()
     moved = plan_bytes(plan, costs.shape).forward()
     return Row(
-        float(seconds.max(axis=1).sum() * SERVERS / document_loads(lengths, Mask(), work).sum()),
+        float(found.end(seconds) * SERVERS / document_loads(lengths, Mask(), work).sum()),
         float(tokens.max() / tokens.mean()),
         len(seconds),
         moved.total / 1e9,
@@ -154,7 +164,7 @@ def main() -> None:
     published_flag = "--published DIR " if args.published else ""
     report = "\n".join(
         [
-            "# Hybrid context parallelism of megatron-core beside DistCA",
+            "# Hybrid and dynamic context parallelism of Megatron beside DistCA",
             "",
             f"`python benchmarks/plans/hybrid_cp.py {published_flag}--output DIR`; "
             f"megatron-core {version('megatron-core')}, Python {platform.python_version()}. Plans "

@@ -160,11 +160,12 @@ def parts_of(
             for plan, each in zip(planned.ticks[0].plans, documents, strict=True)
         ]
     work = AllWork(AnalyticCost(1.0, 1 / rates.pair), 1.0, rates.token / layers)
-    plan, round_of = plan_way(way.scheduler, lengths, ranks, config, work)
+    found = plan_way(way.scheduler, lengths, ranks, config, work)
+    round_of = found.round_of_document
     starts = np.cumsum(lengths) - lengths
     return [
-        Part(documents_of(plan, chosen), starts[chosen])
-        for chosen in (np.flatnonzero(round_of == number) for number in range(round_of.max() + 1))
+        Part(documents_of(found.plan, chosen), starts[chosen])
+        for chosen in (np.flatnonzero(round_of == number) for number in range(found.rounds))
     ]
 
 

@@ -52,6 +52,7 @@ from distca.progress import progress
 from distca.schedule import (
     BALANCING,
     COMPARED,
+    IN_ROUNDS,
     BufferBoundError,
     PlanSummary,
     ScheduleConfig,
@@ -65,7 +66,7 @@ _MOST_SERVERS = 1 << 16
 _FLAGS_OF_SCHEDULERS = {
     "tolerance": BALANCING,
     "max_buffer_bytes": ("tiles",),
-    "context_parallel_size": ("per-document-cp", "ring-zigzag", "hybrid-cp", "wlb-llm"),
+    "context_parallel_size": ("per-document-cp", "ring-zigzag", *IN_ROUNDS, "wlb-llm"),
 }
 """Flags that some schedulers alone use."""
 PLAIN = "plain"
@@ -203,7 +204,7 @@ def build_parser() -> Parser:
         type=int,
         metavar="N",
         help="Ranks that share documents with per-document-cp, ring-zigzag and wlb-llm, and the "
-        "longest document with hybrid-cp. Default: the fewest that hold the longest "
+        "longest document with hybrid-cp and dynamic-cp. Default: the fewest that hold the longest "
         "document.",
     )
     output = parser.add_argument_group("output")

@@ -8,13 +8,14 @@ from distca.schedule.base import (
     even_capacities,
 )
 from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
+from distca.schedule.baselines.dynamic_cp import DynamicContextParallel
 from distca.schedule.baselines.hybrid_cp import HybridContextParallel
 from distca.schedule.baselines.packed import PackedScheduler, plain_loads
 from distca.schedule.baselines.wlb_llm import WlbLlm
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.program import Pass
 from distca.schedule.report import PlanSummary, describe, format_summary, loads_over_mean
-from distca.schedule.schedulers import BALANCING, COMPARED, SCHEDULERS, make_scheduler
+from distca.schedule.schedulers import BALANCING, COMPARED, IN_ROUNDS, SCHEDULERS, make_scheduler
 from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
 from distca.schedule.training.global_batch import (
     ExecutionOptions,
@@ -49,11 +50,13 @@ from distca.schedule.training.trees import DocumentTrees
 __all__ = [
     "BALANCING",
     "COMPARED",
+    "IN_ROUNDS",
     "SCHEDULERS",
     "BufferBoundError",
     "CountedGlobalBatch",
     "DocumentTrees",
     "Documents",
+    "DynamicContextParallel",
     "ExecutionOptions",
     "GlobalBatchPlanner",
     "GreedyScheduler",

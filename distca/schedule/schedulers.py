@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from distca.schedule.base import ScheduleConfig, Scheduler
 from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
+from distca.schedule.baselines.dynamic_cp import DynamicContextParallel
 from distca.schedule.baselines.hybrid_cp import HybridContextParallel
 from distca.schedule.baselines.packed import PackedScheduler
 from distca.schedule.baselines.wlb_llm import WlbLlm
@@ -18,15 +19,19 @@ COMPARED: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
     "per-document-cp": PerDocumentContextParallel,
     "ring-zigzag": RingZigzag,
     "hybrid-cp": HybridContextParallel,
+    "dynamic-cp": DynamicContextParallel,
     "wlb-llm": WlbLlm,
     "greedy": GreedyScheduler,
     "tiles": TilesScheduler,
 }
 """All schedulers by name: first what Megatron's users have, the best last."""
 
-SCHEDULERS = {name: make for name, make in COMPARED.items() if name != "hybrid-cp"}
-"""Those that `--distca` trains with. Hybrid context parallelism is Megatron's own, which trains so
-with `--hybrid-context-parallel`, and which alone can plan it."""
+IN_ROUNDS = ("hybrid-cp", "dynamic-cp")
+"""Those whose plans are of several rounds. They are Megatron's own, which trains so with
+`--hybrid-context-parallel` and, in a version to come, `--dynamic-context-parallel`."""
+
+SCHEDULERS = {name: make for name, make in COMPARED.items() if name not in IN_ROUNDS}
+"""Those that `--distca` trains with."""
 
 BALANCING = ("greedy", "tiles")
 """Schedulers that move tasks away from the owners of their queries."""

@@ -15,7 +15,8 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
 from distca.schedule import ScheduleConfig
-from distca.schedule.baselines.hybrid_cp import HybridContextParallel, HybridPlan
+from distca.schedule.baselines.hybrid_cp import HybridContextParallel
+from distca.schedule.baselines.rounds import RoundsPlan
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
@@ -24,7 +25,7 @@ from distca.simulate.sharing import Group, Shared, alone, ring
 HYBRID = "hybrid-cp"
 
 
-def plan_hybrid(lengths: Int64s, ranks: int, size: int, shape: AttentionShape) -> HybridPlan | None:
+def plan_hybrid(lengths: Int64s, ranks: int, size: int, shape: AttentionShape) -> RoundsPlan | None:
     """Asks Megatron's scheduler for the rounds of a global batch; None: it makes no plan.
 
     Args:
@@ -48,7 +49,7 @@ def plan_hybrid(lengths: Int64s, ranks: int, size: int, shape: AttentionShape) -
 def simulate_hybrid(
     lengths: Int64s,
     ranks: int,
-    planned: HybridPlan | None,
+    planned: RoundsPlan | None,
     costs: ModelCosts,
     attention: CostModel,
 ) -> Outcome:

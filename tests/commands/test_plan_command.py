@@ -313,7 +313,8 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ("--distribution fixed --model llama-8b --plot /dev/null", "the suffix must be one of"),
         (
             "--distribution fixed --model llama-8b --context-parallel-size 2",
-            "--context-parallel-size is for per-document-cp, ring-zigzag, hybrid-cp, wlb-llm, not",
+            "--context-parallel-size is for per-document-cp, ring-zigzag, hybrid-cp, dynamic-cp, "
+            "wlb-llm, not",
         ),
         (
             "--distribution fixed --model llama-8b --scheduler packed --tolerance 0.2",

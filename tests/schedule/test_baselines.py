@@ -29,7 +29,7 @@ def make(
 
 def test_all_baselines_are_schedulers() -> None:
     assert list(SCHEDULERS) == [*BASELINES, "greedy", "tiles"]
-    assert {*COMPARED} - {*SCHEDULERS} == {"hybrid-cp"}
+    assert {*COMPARED} - {*SCHEDULERS} == {"hybrid-cp", "dynamic-cp"}
 
 
 @settings(max_examples=120)
