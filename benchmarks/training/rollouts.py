@@ -5,8 +5,11 @@
 A small Llama of transformers runs forward and backward on real processes. Their CPU seconds are
 counted, since processes share the cores: a step takes what the busiest one computes. Plans are made
 before. *One by one* has no token shared, and `tiles` balances it. *Whole trees* lie on one rank
-each, the largest first on the rank with least work, as masks for one rank's kernel have it. The
-ideal is a part of what one rank takes for all trees.
+each, the largest first on the rank with least work, as masks for one rank's kernel have it.
+
+The ideal is what one rank takes for all trees, over the number of ranks. It is measured in the same
+processes: each of them computes all trees *alone*, beside the others. *Unsent* is the shared-out
+plan without its exchanges; what ranks would receive is zeros.
 """
 
 from __future__ import annotations
@@ -30,20 +33,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages, sources
 from benchmarks.arguments import Parser
-from distca.cost.volume import AttentionShape
 from distca.library import Planner, Rollout, Tree, hugging_face, share_prefixes
 from distca.library.nodes import Nodes
-from distca.library.plans import PlanDocuments
 from distca.machine import cpu_name
 from distca.plan import Mask
 from distca.progress import progress
-from distca.schedule import ScheduleConfig
+from distca.transport import Channel, MessageSizes, Pending, Signal
 
-WAYS = ("one by one", "whole trees", "shared out")
-_VOCABULARY, _HIDDEN, _LAYERS, _HEADS, _KV_HEADS = 512, 128, 2, 8, 2
+WAYS = ("one by one", "whole trees", "shared out", "unsent", "alone")
+_NARROW = 128
+"""Width of a model that is measured in all ways. Wider ones are compared with the ideal alone."""
+_VOCABULARY, _LAYERS, _HEADS, _KV_HEADS = 512, 2, 8, 2
 _TOLERANCE = 0.02
 _LINEAR_PAIRS = 400
-"""Visible pairs that take about as long as the other work on a token of this model."""
+"""Visible pairs that take about as long as the other work on a token of the narrowest model."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,69 @@ class Case:
 
     Attributes:
         mix: name of the rollouts.
-        way: one of `WAYS`, or "ideal".
+        way: one of `WAYS`.
         ranks: number of ranks.
+        width: width of the model.
         tokens: tokens that all ranks compute.
-        busiest: CPU seconds of the busiest rank, of each round.
+        sent: most bytes that a rank sends.
+        seconds: CPU seconds of each rank, of each round.
     """
 
     mix: str
     way: str
     ranks: int
+    width: int
     tokens: int
-    busiest: tuple[float, ...]
+    sent: int
+    seconds: tuple[tuple[float, ...], ...]
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.busiest)
+    def medians(self) -> list[float]:
+        """Median over the rounds, of each rank."""
+        return [statistics.median(each) for each in self.seconds]
+
+    @property
+    def busiest(self) -> float:
+        return max(self.medians)
+
+    @property
+    def ideal(self) -> float:
+        """What each of the ranks would take of what this case's ranks take alone."""
+        return statistics.mean(self.medians) / self.ranks
+
+    def rounds(self) -> list[Case]:
+        """Returns a case of each round."""
+        return [
+            Case(**{**vars(self), "seconds": tuple((each,) for each in found)})
+            for found in zip(*self.seconds, strict=True)
+        ]
+
+
+class _Unsent(Signal):
+    """A transport that sends nothing, and hands out zeros as what was received. Ranks do not wait
+    for each other."""
+
+    def start(self, phase: str, channel: Channel, sizes: MessageSizes) -> Pending:
+        return _Zeros(self._zeros[: sizes.received])
+
+
+class _Zeros(Pending):
+    def __init__(self, zeros: torch.Tensor) -> None:
+        self._zeros = zeros
+
+    def wait(self) -> torch.Tensor:
+        return self._zeros
+
+    def release(self) -> None:
+        pass
+
+
+class _UnsentPlanner(Planner):
+    """A planner whose exchanges send nothing."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._transport = _Unsent(self._transport)  # type: ignore[assignment]
 
 
 def _text(random: np.random.Generator, count: int) -> torch.Tensor:
@@ -132,14 +183,14 @@ def whole_trees(trees: Sequence[Tree], ranks: int) -> list[list[Tree]]:
     return given
 
 
-def _model() -> Any:
+def _model(width: int) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
-        hidden_size=_HIDDEN,
-        intermediate_size=2 * _HIDDEN,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=_LAYERS,
         num_attention_heads=_HEADS,
         num_key_value_heads=_KV_HEADS,
@@ -148,33 +199,57 @@ def _model() -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=hugging_face.IMPLEMENTATION)
 
 
-def _measure(
-    rank: int, ranks: int, port: int, mixes: Sequence[str], rounds: int, seed: int, found: Any
-) -> None:
-    """Measures all ways on a rank; what it finds is `{(mix, way): (tokens, seconds)}`."""
+@dataclass(frozen=True)
+class Job:
+    """What the processes of a measurement do.
+
+    Attributes:
+        ranks: number of processes.
+        width: width of the model.
+        ways: ways, of `WAYS`.
+        mixes: names of mixes.
+        rounds: rounds that count; one before them warms up.
+        seed: seed of the rollouts.
+    """
+
+    ranks: int
+    width: int
+    ways: tuple[str, ...]
+    mixes: tuple[str, ...]
+    rounds: int
+    seed: int
+
+
+def _measure(rank: int, job: Job, port: int, found: Any) -> None:
+    """Measures all ways on a rank; what it finds is `{(mix, way): (tokens, bytes, seconds)}`."""
     torch.set_num_threads(1)
     address = f"tcp://localhost:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.ranks)
     hugging_face.register()
-    model = _model()
+    model = _model(job.width)
     arguments = hugging_face.planner_arguments(model.config, torch.float32)
-    alone = [dist.new_group([each]) for each in range(ranks)][rank]
+    alone = [dist.new_group([each]) for each in range(job.ranks)][rank]
     together = Planner(**arguments, tolerance=_TOLERANCE)
+    unsent = _UnsentPlanner(**arguments, tolerance=_TOLERANCE)
     by_itself = Planner(**arguments, group=alone)
-    measured: dict[tuple[str, str], tuple[int, list[float]]] = {}
-    for mix in mixes:
-        rollouts = MIXES[mix](np.random.default_rng(seed))
+    measured: dict[tuple[str, str], tuple[int, int, list[float]]] = {}
+    for mix in job.mixes:
+        rollouts = MIXES[mix](np.random.default_rng(job.seed))
         trees = share_prefixes(rollouts)
-        mine = whole_trees(trees, ranks)[rank]
+        mine = whole_trees(trees, job.ranks)[rank]
         given = {
             "one by one": (together, together.collate(share_prefixes(rollouts, 1 << 40))),
             "whole trees": (by_itself, by_itself.collate(mine) if mine else None),
             "shared out": (together, together.collate(trees)),
+            "unsent": (unsent, unsent.collate(trees)),
+            "alone": (by_itself, by_itself.collate(trees)),
         }
-        for number in range(rounds + 1):
-            for way in WAYS[number % 3 :] + WAYS[: number % 3]:
+        for number in range(job.rounds + 1):
+            turn = number % len(job.ways)
+            for way in job.ways[turn:] + job.ways[:turn]:
                 planner, planned = given[way]
                 batch = None if planned is None else planner.place(planned)
+                before = sum(planner.bytes_sent.values())
                 dist.barrier()
                 begin = time.process_time()
                 if batch is not None:
@@ -182,7 +257,8 @@ def _measure(
                     loss.backward()
                 seconds = time.process_time() - begin
                 tokens = 0 if batch is None else len(batch.tokens)
-                _, of_way = measured.setdefault((mix, way), (tokens, []))
+                sent = sum(planner.bytes_sent.values()) - before
+                of_way = measured.setdefault((mix, way), (tokens, sent, []))[-1]
                 # The first round warms up.
                 of_way += [seconds] if number else []
                 model.zero_grad()
@@ -191,91 +267,80 @@ def _measure(
     dist.destroy_process_group()
 
 
-def measure(ranks: int, mixes: Sequence[str], rounds: int, seed: int) -> list[Case]:
-    """Measures mixes in all ways on a number of processes."""
+def measure(job: Job) -> list[Case]:
+    """Measures mixes in some ways on a number of processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     started = torch.multiprocessing.start_processes(
-        _measure,
-        (ranks, port, mixes, rounds, seed, found),
-        nprocs=ranks,
-        join=False,
-        start_method="spawn",
+        _measure, (job, port, found), nprocs=job.ranks, join=False, start_method="spawn"
     )
     # It raises what a rank raises. The figures are few, so that ranks need not wait for a reader.
     while not started.join():
         pass
-    of_ranks = dict(found.get() for _ in range(ranks))
+    of_ranks = dict(found.get() for _ in range(job.ranks))
     cases = []
     for mix, way in of_ranks[0]:
-        each = [of_rank[mix, way] for of_rank in of_ranks.values()]
-        seconds = zip(*(times for _, times in each), strict=True)
-        tokens = sum(tokens for tokens, _ in each)
-        cases.append(Case(mix, way, ranks, tokens, tuple(max(times) for times in seconds)))
+        tokens, sent, seconds = zip(*(of_ranks[n][mix, way] for n in range(job.ranks)), strict=True)
+        of_way = tuple(map(tuple, seconds))
+        cases.append(Case(mix, way, job.ranks, job.width, sum(tokens), max(sent), of_way))
     return cases
 
 
-def copied_keys(mix: str, ranks: int, seed: int) -> int:
-    """Counts the keys that kernels copy on all ranks, in a layer: those of each branch's path, on
-    each rank that computes a part of the branch."""
-    trees = share_prefixes(MIXES[mix](np.random.default_rng(seed)))
-    config = ScheduleConfig(_TOLERANCE, AttentionShape(_HEADS, _KV_HEADS, _HIDDEN // _HEADS, 4))
-    (plan,) = PlanDocuments("tiles", config, (Mask(),), ranks)(trees).plans
-    return int((plan.tasks.kv_end - plan.tasks.kv_start).sum())
+def _share(alone: Case, case: Case) -> float:
+    """Returns which part of the ideal a case reaches."""
+    return alone.ideal / case.busiest
 
 
-def page(cases: Sequence[Case], command: str, seed: int, run: str) -> str:
+def page(cases: Sequence[Case], command: str, run: str) -> str:
     """Formats the page.
 
     Args:
         cases: figures of all ways.
         command: what made it.
-        seed: seed of the rollouts.
         run: date and commit of the run that measured.
     """
-    of = {(case.mix, case.way, case.ranks): case for case in cases}
+    of = {(case.mix, case.way, case.ranks, case.width): case for case in cases}
     rows = []
-    for (mix, way, ranks), case in of.items():
-        if ranks == 1 or way != "shared out":
+    for (mix, way, ranks, width), case in of.items():
+        if way != "shared out":
             continue
-        ideal = of[mix, "shared out", 1]
-        apart, whole = of[mix, "one by one", ranks], of[mix, "whole trees", ranks]
-        least = min(ideal.busiest) / ranks / max(case.busiest)
-        most = max(ideal.busiest) / ranks / min(case.busiest)
+        alone, unsent = (of[mix, each, ranks, width] for each in ("alone", "unsent"))
+        by_round = [_share(*each) for each in zip(alone.rounds(), case.rounds(), strict=True)]
+        others: list[str] = ["", "", "", ""]
+        if width <= _NARROW:
+            apart, whole = (of[mix, each, ranks, width].busiest for each in WAYS[:2])
+            seconds, shared = (apart, whole), case.busiest
+            others = [f"{each:.2f}" for each in (*seconds, *(each / shared for each in seconds))]
         rows.append(
             (
-                mix,
-                ranks,
-                f"{apart.tokens:,}",
-                f"{case.tokens:,}",
-                f"{apart.median:.2f}",
-                f"{whole.median:.2f}",
-                f"{case.median:.2f}",
-                f"{apart.median / case.median:.2f}",
-                f"{whole.median / case.median:.2f}",
-                f"{ideal.median / ranks / case.median:.2f} ({least:.2f} to {most:.2f})",
-                f"{copied_keys(mix, ranks, seed) / copied_keys(mix, 1, seed):.2f}",
+                *(width, mix, ranks, f"{case.tokens:,}", *others[:2], f"{case.busiest:.2f}"),
+                f"{alone.ideal:.2f}",
+                *others[2:],
+                f"{_share(alone, case):.2f} ({min(by_round):.2f} to {max(by_round):.2f})",
+                f"{_share(alone, unsent):.2f}",
+                f"{case.sent / 1e6:.1f}",
             )
         )
     head = (
-        *("rollouts", "ranks", "tokens one by one", "tokens of trees", "one by one"),
-        *("whole trees", "shared out", "one by one over shared out"),
-        *("whole trees over shared out", "of the ideal", "keys copied, over one rank's"),
+        *("width", "rollouts", "ranks", "tokens of trees", "one by one", "whole trees"),
+        *("shared out", "ideal", "one by one over shared out", "whole trees over shared out"),
+        *("of the ideal", "of the ideal, nothing sent", "MB sent"),
     )
-    rounds = len(cases[0].busiest)
+    rounds = len(cases[0].seconds[0])
     return (
         "# Rollouts that share tokens\n\n"
         f"`{command}`: CPU seconds of the busiest rank in a step, forward and backward, medians of "
-        f"{rounds} rounds, of a Llama with {_LAYERS} layers of width {_HIDDEN} on {cpu_name()}, "
-        f"torch {torch.__version__}. *Of the ideal* is what one rank takes for all trees, over the "
-        "number of ranks, over what the busiest rank takes; in brackets the least and the greatest "
-        "of any two rounds. Exchanges between processes of one machine count as the CPU seconds "
-        "that they take. *Keys copied*: a kernel copies the keys of a branch's path, and each rank "
-        "that computes a part of a branch has a copy of its own. Copies and exchanges are what the "
-        "ideal leaves out.\n\n"
+        f"{rounds} rounds, of a Llama with {_LAYERS} layers, {_HEADS} heads, {_KV_HEADS} of keys, "
+        f"on {cpu_name()}, torch {torch.__version__}. *Ideal*: what one rank takes for all trees, "
+        "over the number of ranks. All ranks do this at once, in the same rounds, since processes "
+        "slow each other down. In brackets the least and the greatest share of the ideal of any "
+        "round. *Nothing sent*: the same plan without exchanges. What is missing there to 1 is "
+        "uneven work, smaller kernel calls, merges, and copies of keys. The rest is exchanges: "
+        "processes of one machine spend CPU seconds on them, GPUs do not. *MB sent*: by the "
+        f"rank that sends most. Only width {_NARROW} has one by one and whole trees.\n\n"
         + pages.table(head, rows)
         + f"\n\nMeasured on {run}, beside other work. The line below dates this table."
     )
@@ -285,24 +350,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures, and writes the page."""
     parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
+    parser.add_argument("--widths", type=int, nargs="+", default=[_NARROW], metavar="N")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=[*MIXES])
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--earlier", type=Path, metavar="DIR", help="Measure nothing anew.")
+    parser.add_argument(
+        "--earlier", type=Path, nargs="+", metavar="DIR", help="Join these runs; measure nothing."
+    )
     args = parser.parse_args(argv)
     cases: list[Case] = []
-    run = sources.run_of(sources.provenance())
+    runs = [sources.run_of(sources.provenance())]
     if args.earlier is not None:
-        run = sources.run_of((args.earlier / "rollouts.md").read_text())
-        for each in json.loads((args.earlier / "rollouts.json").read_text()):
-            cases.append(Case(**{**each, "busiest": tuple(each["busiest"])}))
-    numbers = [] if cases else list(dict.fromkeys([1, *args.ranks]))
-    with progress("rollouts.py", "numbers of ranks", len(numbers)) as shown:
-        for ranks in numbers:
-            cases += measure(ranks, args.mixes, args.rounds, args.seed)
+        runs = [sources.run_of((each / "rollouts.md").read_text()) for each in args.earlier]
+        for folder in args.earlier:
+            for each in json.loads((folder / "rollouts.json").read_text()):
+                cases.append(Case(**{**each, "seconds": tuple(map(tuple, each["seconds"]))}))
+    mixes = tuple(dict.fromkeys(args.mixes))
+    jobs = [
+        Job(ranks, width, WAYS if width <= _NARROW else WAYS[2:], mixes, args.rounds, args.seed)
+        for width in dict.fromkeys(args.widths)
+        for ranks in dict.fromkeys(args.ranks)
+        if args.earlier is None
+    ]
+    with progress("rollouts.py", "measurements", len(jobs)) as shown:
+        for job in jobs:
+            cases += measure(job)
             shown.update()
-    text = page(cases, pages.typed("benchmarks/training/rollouts.py"), args.seed, run)
+    run = " and ".join(dict.fromkeys(runs))
+    text = page(cases, pages.typed("benchmarks/training/rollouts.py"), run)
     pages.save(args.output, "rollouts", text, __file__, [asdict(case) for case in cases])
 
 

@@ -111,11 +111,15 @@ def test_rollouts(tmp_path) -> None:
     run("training/rollouts", tmp_path, "--ranks", "2", "--rounds", "1", "--mixes", mix)
     found = json.loads((tmp_path / "rollouts.json").read_text())
     tokens = {(case["way"], case["ranks"]): case["tokens"] for case in found}
-    for ranks in (1, 2):
-        assert tokens["one by one", ranks] == 8 * (2048 + 512)
-        assert tokens["whole trees", ranks] == tokens["shared out", ranks] == 2048 + 8 * 512
-    assert all(case["busiest"][0] > 0 for case in found)
-    assert "| one prompt | 2 | 20,480 | 6,144 |" in (tmp_path / "rollouts.md").read_text()
+    assert tokens["one by one", 2] == 8 * (2048 + 512)
+    assert tokens["whole trees", 2] == tokens["shared out", 2] == 2048 + 8 * 512
+    assert tokens["unsent", 2] == tokens["shared out", 2]
+    assert tokens["alone", 2] == 2 * tokens["shared out", 2]
+    assert all(min(map(min, case["seconds"])) >= 0 for case in found)
+    sent = {case["way"]: case["sent"] for case in found}
+    assert sent["shared out"] > 0
+    assert sent["unsent"] == sent["whole trees"] == sent["alone"] == 0
+    assert "| 128 | one prompt | 2 | 6,144 |" in (tmp_path / "rollouts.md").read_text()
 
 
 def test_more_ranks(tmp_path) -> None:
