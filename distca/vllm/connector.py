@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -107,11 +108,12 @@ class DistCAConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Says how many tokens behind those that vLLM has are loaded; none: it computes them."""
+    ) -> tuple[int | None, bool]:
+        """Says how many tokens behind those that vLLM has are loaded; 0: it computes them, None: it
+        shall ask again later."""
         assert self._asks is not None
         wanted = self._asks.wanted(request, num_computed_tokens)
-        return wanted, wanted > 0
+        return wanted, bool(wanted)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -234,15 +236,17 @@ class _Asks:
         self._next = 0
         self._begun: list[Load] = []
         self._cancelled: list[int] = []
-        self._under_way: dict[str, int] = {}
+        # For each load its number, and vLLM's hashes of its blocks: a hash is that of all blocks
+        # before as well.
+        self._under_way: dict[str, tuple[int, list[bytes]]] = {}
         # Requests that are or were loaded, with how often vLLM had preempted them then; and those
         # that vLLM computes itself.
         self._asked: dict[str, int] = {}
         self._declined: set[str] = set()
         self.stats = PrefillStats()
 
-    def wanted(self, request: Request, computed: int) -> int:
-        """Tokens of a request that are asked for; 0: vLLM computes it."""
+    def wanted(self, request: Request, computed: int) -> int | None:
+        """Tokens of a request that are asked for; 0: vLLM computes it, None: they come already."""
         name = request.request_id
         if self._asked.get(name) == request.num_preemptions:
             # After a failure vLLM asks again, and computes the prompt itself. One that it has
@@ -253,12 +257,23 @@ class _Asks:
         reason = self._why_not(request, count)
         if reason is None:
             self._declined.discard(name)
-            return int(count)
+            # Of several answers to a prompt, the others find it in vLLM's cache once it is there.
+            return None if self._comes(request) else int(count)
         # vLLM asks again for a request that found no room.
         if name not in self._declined:
             self._declined.add(name)
             self.stats.decline(reason)
         return 0
+
+    def _comes(self, request: Request) -> bool:
+        """Whether the same prompt comes for another request, but for less than is asked for."""
+        hashes = request.block_hashes
+        for _, others in self._under_way.values():
+            if alike := _alike(hashes, others):
+                rest = max(len(hashes), len(others)) - alike
+                if rest * (request.num_tokens // len(hashes)) < self._least:
+                    return True
+        return False
 
     def _why_not(self, request: Request, count: int) -> str | None:
         """Why vLLM computes the last `count` tokens of a request itself; None: it does not."""
@@ -293,7 +308,7 @@ class _Asks:
         start = len(tokens) - count
         load = Load(self._next, name, tokens, start, blocks, request.priority, salt)
         self._begun.append(load)
-        self._under_way[name] = self._next
+        self._under_way[name] = self._next, list(request.block_hashes)
         self._next += 1
 
     def take(self, idle: bool) -> Loads:
@@ -311,12 +326,17 @@ class _Asks:
         """Notes that a request has ended, and cancels its load."""
         self._asked.pop(name, None)
         self._declined.discard(name)
-        number = self._under_way.pop(name, None)
-        if number is not None:
-            self._cancelled.append(number)
+        load = self._under_way.pop(name, None)
+        if load is not None:
+            self._cancelled.append(load[0])
 
     def close(self) -> None:
         self._client.close()
+
+
+def _alike(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+    """How many blocks two prompts have in common, by hashes that are those of all blocks before."""
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda n: a[n] != b[n])
 
 
 class _Writes:

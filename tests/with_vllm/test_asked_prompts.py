@@ -25,6 +25,11 @@ def asks(monkeypatch: pytest.MonkeyPatch) -> connector._Asks:
     return connector._Asks(config, Settings("tcp://127.0.0.1:1", LEAST))
 
 
+def hashes(tokens: list[int]) -> list[bytes]:
+    """Hashes of blocks of 16 tokens, as vLLM makes them: each is also one of all blocks before."""
+    return [repr(tokens[:end]).encode() for end in range(16, len(tokens) + 1, 16)]
+
+
 def a_request(length: int = 500, **changes: Any) -> Any:
     """A request of vLLM."""
     tokens = list(range(length))
@@ -33,6 +38,7 @@ def a_request(length: int = 500, **changes: Any) -> Any:
         "num_tokens": length,
         "all_token_ids": tokens,
         "prompt_token_ids": tokens,
+        "block_hashes": hashes(tokens),
         "num_preemptions": 0,
         "pooling_params": None,
         "skip_reading_prefix_cache": False,
@@ -103,3 +109,31 @@ def test_a_prompt_is_asked_for_again_after_vllm_preempted_it_and_not_after_a_fai
     asks.begin(request, ([2, 3],), 499)
     assert asks.wanted(request, 0) == 0
     assert [load.blocks for load in asks.take(idle=False).begin] == [([0, 1],), ([2, 3],)]
+
+
+def test_a_prompt_that_comes_for_one_request_is_not_asked_for_by_another(
+    asks: connector._Asks,
+) -> None:
+    first, again = a_request(), a_request(request_id="again")
+    asks.begin(first, ([0, 1],), asks.wanted(first, 0) or 0)
+    assert asks.wanted(again, 0) is None
+    # It need not wait for one that is much longer, and would have to ask after a shorter one.
+    for length in (640, 380):
+        assert asks.wanted(a_request(length, request_id="begins alike"), 0) == length - 1
+    assert asks.wanted(a_request(590, request_id="nearly"), 0) is None
+    tokens = [7, *range(499)]
+    other = a_request(request_id="other", block_hashes=hashes(tokens))
+    assert asks.wanted(other, 0) == 499
+    assert asks.wanted(a_request(request_id="uncached", block_hashes=[]), 0) == 499
+    asks.ended(["one"])
+    assert asks.wanted(again, 0) == 499
+    assert asks.wanted(again, 496) == 0
+
+
+def test_a_request_asks_itself_once_the_first_one_has_gone(asks: connector._Asks) -> None:
+    first, again = a_request(), a_request(request_id="again")
+    asks.begin(first, ([0, 1],), 499)
+    assert asks.wanted(again, 0) is None
+    asks.forget("one")
+    assert asks.take(idle=False).cancel == [0]
+    assert asks.wanted(again, 0) == 499
