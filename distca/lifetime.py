@@ -60,6 +60,17 @@ def end_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def end_with_torchrun() -> None:
+    """Lets this process, one of torchrun's, end with it, also where it is killed.
+
+    Called before anything slow, on the main thread.
+    """
+    launcher = os.getppid()
+    end_with_parent()
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
 class Ended(KeyboardInterrupt):
     """Raised in the main thread if a signal asks the process to end."""
 

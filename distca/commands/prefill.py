@@ -26,7 +26,7 @@ from distca.commands.rank_groups import add_group_flags, served_groups
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
-from distca.lifetime import check_processes
+from distca.lifetime import check_processes, end_with_torchrun
 from distca.prefill.address import check_host
 from distca.torchrun import Torchrun, read_torchrun
 from distca.wording import counted, install
@@ -154,6 +154,8 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     launched = read_torchrun()
+    if launched is not None:
+        end_with_torchrun()
     if args.context_parallel_size is None:
         args.context_parallel_size = 1 if launched is None else _ranks_of(launched, args)
     _check_flags(args)

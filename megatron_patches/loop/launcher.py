@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from distca.lifetime import end_with_parent
+from distca.lifetime import end_with_torchrun
 
 
 def end_with_launcher(environment: Mapping[str, str]) -> None:
@@ -23,10 +23,7 @@ def end_with_launcher(environment: Mapping[str, str]) -> None:
     if "TORCHELASTIC_RUN_ID" not in environment:
         # Whoever starts a process by hand may leave.
         return
-    launcher = os.getppid()
-    end_with_parent()
-    if os.getppid() != launcher:
-        os._exit(1)
+    end_with_torchrun()
 
 
 def kill_leftovers() -> None:

@@ -111,6 +111,14 @@ def test_processes_that_share_layers_start_again_together(tmp_path: Path) -> Non
                 os.kill(ranks_of(launcher)[1], signal.SIGKILL)
                 reader.until(lambda: Transfer(1) in reader.ended, 60.0)
         reader.client.close()
+        # Others can listen there once they are gone.
+        left = ranks_of(launcher)
+        assert len(left) == 2
+        launcher.kill()
+        due = time.monotonic() + 60
+        while any(Path(f"/proc/{each}").exists() for each in left):
+            assert time.monotonic() < due, "they outlive the command"
+            time.sleep(0.05)
     assert reader.ended[Transfer(1)]
     for kill in range(2):
         for ours, whole in zip(
