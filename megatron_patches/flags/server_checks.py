@@ -51,11 +51,6 @@ def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
     for other, given, why in (
         (f"--distca-chain {config.chain}", config.chain > 1, "a chain lies on all ranks"),
         (
-            f"--distca-servers dedicated:{config.dedicated}",
-            config.dedicated > 0,
-            "those servers are of no pool",
-        ),
-        (
             "--distca-placement sequential",
             not scheduling.free_placement,
             "pools choose their documents",
@@ -68,6 +63,12 @@ def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
     ):
         if given:
             raise ValueError(f"{flag} does not go together with {other}, as {why}: remove one")
+    pools, parts = args.data_parallel_size // size, args.tensor_model_parallel_size
+    if config.dedicated % (pools * parts):
+        raise ValueError(
+            f"{flag} makes {pools} pools, which need equally many of the processes of "
+            f"--distca-servers dedicated:{config.dedicated}: give a multiple of {pools * parts}"
+        )
 
 
 def _validate_shared_heads(config: DistcaConfig, args: Namespace) -> None:

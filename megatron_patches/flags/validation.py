@@ -329,8 +329,8 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
     if (uneven := config.shares_tokens_unevenly) is not None:
         flag, remedy = uneven
         raise ValueError(
-            f"--distca-cuda-graphs needs equally many tokens in all micro-batches, which {flag} "
-            f"does not give: {remedy}"
+            "--distca-cuda-graphs needs equally many tokens in all micro-batches, since graphs "
+            f"keep the memory of each number of tokens, and {flag} gives any number: {remedy}"
         )
     for flag, value, why in (
         ("tensor_model_parallel_size", 1, "the pieces hold no collectives"),

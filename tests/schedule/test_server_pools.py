@@ -103,6 +103,42 @@ def test_pools_with_a_pipeline(size: int) -> None:
     assert MICRO_BATCHES * WINDOW <= sum(tokens) < MICRO_BATCHES * (WINDOW + RANKS * 4)
 
 
+@pytest.mark.parametrize(("stages", "ping_pong"), [(1, True), (1, False), (2, True)])
+def test_pools_with_dedicated_servers(stages: int, ping_pong: bool) -> None:
+    """Each pool has an equal share of them, which compute attention of that pool alone."""
+    size, dedicated = 2, RANKS
+    options = replace(ExecutionOptions(pool_size=size), ping_pong=ping_pong)
+    servers = np.arange(RANKS, dtype=np.int64).reshape(stages, -1)
+    speeds = replace(CONFIG, server_speeds=(1.0,) * RANKS + (2.0,) * dedicated)
+    made = GlobalBatchPlanner(servers, speeds, options, dedicated=dedicated, linear_work=WORK)
+    found = made.plan(documents_in_turn(windows()))
+    assert isinstance(found.pools, np.ndarray)
+    pools = RANKS // (stages * size)
+    assert found.pools.shape == (pools, (RANKS + dedicated) // pools)
+    assert sorted(found.pools.flat) == list(range(RANKS + dedicated))
+    pool = np.empty(RANKS + dedicated, dtype=np.int64)
+    for number, members in enumerate(found.pools):
+        pool[members] = number
+    # Neighbours are of one pool.
+    assert pool[RANKS:].tolist() == np.repeat(np.arange(pools), dedicated // pools).tolist()
+    loads = np.zeros(RANKS + dedicated)
+    for tick in found.ticks:
+        for plan in tick.plans:
+            validate_plan(plan)
+            loads += plan.loads()
+            assert not plan.own_tokens_per_rank()[RANKS:].any()
+            for of_phase in plan_bytes(plan, CONFIG.shape).messages.values():
+                there = of_phase.sizes > 0
+                assert (pool[of_phase.source[there]] == pool[of_phase.destination[there]]).all()
+    # They are twice as fast.
+    assert loads[RANKS:].sum() == pytest.approx(2 * loads[:RANKS].sum(), rel=0.1)
+
+
+def test_dedicated_servers_that_cannot_be_divided() -> None:
+    with pytest.raises(ValueError, match="3 dedicated servers cannot be divided among 4 server"):
+        replace(planner(2), dedicated=3)
+
+
 def test_pools_have_equal_work_and_different_tokens() -> None:
     found = planned(2)
     loads, tokens = np.zeros(RANKS), np.zeros(RANKS)

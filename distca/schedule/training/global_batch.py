@@ -14,6 +14,7 @@ are a pure function of the documents and the options, the same on every rank:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -32,6 +33,7 @@ from distca.schedule.training.planned_batch import (
     PlannedGlobalBatch,
     PlannedMicroBatch,
     PlannedTick,
+    servers_of_pools,
 )
 from distca.schedule.training.server_pools import ServerPools
 from distca.schedule.training.shared_ticks import TickPlanner
@@ -139,13 +141,18 @@ class GlobalBatchPlanner:
                 options.wide_documents is not None and self.stages > 1,
             ),
             ("chains of micro-batches", options.chain > 1),
-            ("dedicated servers", self.dedicated > 0),
             ("a given placement", not options.free_placement),
             (f"the scheduler {options.scheduler}", options.scheduler not in BALANCING),
             ("an unknown size of linear layers", self._token_pairs is None),
         ):
             if found:
                 raise ValueError(f"server pools do not go together with {name}")
+        pools = self.ranks // size
+        if self.dedicated % pools:
+            raise ValueError(
+                f"{self.dedicated} dedicated servers cannot be divided among {pools} server pools: "
+                f"give a multiple of {pools}"
+            )
 
     @property
     def stages(self) -> int:
@@ -414,17 +421,18 @@ class GlobalBatchPlanner:
         """Planner of each server pool, over its own ranks; none: there are no pools."""
         if self._server_pools is None:
             return ()
-        planners = []
-        for ranks in self._server_pools.ranks():
-            speeds = self.config.server_speeds
-            servers = self.servers[:, ranks]
-            mine = None if speeds is None else tuple(speeds[each] for each in servers.flat)
+        planners, pools = [], self._server_pools.number
+        shape = self.stages, self._server_pools.size
+        speeds = self.config.server_speeds
+        for servers in servers_of_pools(self.servers, pools, self.world_size):
+            mine = None if speeds is None else tuple(speeds[each] for each in servers)
             planners.append(
                 replace(
                     self,
-                    servers=np.arange(servers.size, dtype=np.int64).reshape(servers.shape),
+                    servers=np.arange(math.prod(shape), dtype=np.int64).reshape(shape),
                     config=replace(self.config, server_speeds=mine),
                     options=replace(self.options, pool_size=None),
+                    dedicated=self.dedicated // pools,
                 )
             )
         return tuple(planners)

@@ -178,6 +178,25 @@ class PlannedTick(NamedTuple):
         return sent
 
 
+def servers_of_pools(servers: Int64s, pools: int, world_size: int) -> Int64s:
+    """Returns the servers of each pool, in the order in which the pool numbers them.
+
+    Those of its ranks come first, stage by stage, then its share of the dedicated servers.
+
+    Args:
+        servers: number of each data-parallel rank of each stage among the servers, int64
+            `[stages, data-parallel ranks]`.
+        pools: number of pools.
+        world_size: number of all servers; those that no stage owns are numbered last.
+
+    Returns:
+        int64 `[pools, servers of a pool]`.
+    """
+    by_pool = servers.reshape(len(servers), pools, -1).transpose(1, 0, 2).reshape(pools, -1)
+    dedicated = np.arange(servers.size, world_size, dtype=np.int64).reshape(pools, -1)
+    return np.concatenate([by_pool, dedicated], axis=1)
+
+
 @dataclass(frozen=True)
 class PlannedGlobalBatch:
     """Micro-batches and ticks of a global batch, with the plans of both.
@@ -205,8 +224,9 @@ class PlannedGlobalBatch:
         """Servers of each pool, `[pools, servers of a pool]`; a slice of all where they are one."""
         if self.pool_size is None:
             return slice(None)
-        by_pool = self.servers.reshape(len(self.servers), -1, self.pool_size).transpose(1, 0, 2)
-        return by_pool.reshape(len(by_pool), -1)
+        plans = itertools.chain.from_iterable(tick.plans for tick in self.ticks)
+        world_size = next((plan.world_size for plan in plans), int(self.servers.size))
+        return servers_of_pools(self.servers, self.servers.shape[1] // self.pool_size, world_size)
 
     def largest_memory(
         self, shape: AttentionShape, backward: BackwardInputs = "resend"

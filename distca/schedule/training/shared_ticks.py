@@ -18,7 +18,11 @@ from distca.schedule.chunks import OverChunks
 from distca.schedule.schedulers import BALANCING, make_scheduler
 from distca.schedule.tiles.scheduler import move_tiles
 from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, with_cached_prefixes
-from distca.schedule.training.planned_batch import PlannedMicroBatch, PlannedTick
+from distca.schedule.training.planned_batch import (
+    PlannedMicroBatch,
+    PlannedTick,
+    servers_of_pools,
+)
 from distca.schedule.training.tick_schedule import Tick
 from distca.schedule.training.tick_speeds import AtHome, LinearWork, load_of_a_pair, tick_speeds
 
@@ -104,11 +108,10 @@ class TickPlanner:
                 )
                 for number, planner in enumerate(self.pool_planners)
             ]
-            # A pool numbers its own servers, stage by stage.
-            by_pool = self.servers.reshape(len(stages), len(of_pools), -1).transpose(1, 0, 2)
-            ranks = by_pool.reshape(len(of_pools), -1)
+            servers = servers_of_pools(self.servers, len(of_pools), self.world_size)
             return tuple(
-                side_by_side(plans, ranks, self.world_size) for plans in zip(*of_pools, strict=True)
+                side_by_side(plans, servers, self.world_size)
+                for plans in zip(*of_pools, strict=True)
             )
         of_masks = [None if stage is None else (stage.plans, *stage.others) for stage in stages]
         return tuple(

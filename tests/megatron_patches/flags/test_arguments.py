@@ -143,8 +143,9 @@ def test_windows_on_some_layers() -> None:
             "together with --distca-scheduler wlb-llm",
         ),
         (
-            "--distca --distca-pool-size 1 --distca-servers dedicated:2",
-            "together with --distca-servers dedicated:2",
+            "--distca --distca-pool-size 1 --distca-servers dedicated:1",
+            "makes 3 pools, which need equally many of the processes of "
+            "--distca-servers dedicated:1: give a multiple of 3",
         ),
         ("--distca --distca-trace t --distca-trace-iterations 3 2", "must lie in 1 .. "),
         (
