@@ -46,6 +46,10 @@ from distca.progress import track
 from distca.runtime import build_exchange
 from distca.schedule import (
     SCHEDULERS,
+    Documents,
+    ExecutionOptions,
+    GlobalBatchPlanner,
+    LinearWork,
     ScheduleConfig,
     describe,
     even_capacities,
@@ -58,6 +62,8 @@ from distca.whole_file import writing
 TOKENS_PER_SERVER = 65_536
 SCALE = [256, 1024, 2048, 4096, 8192, 16_384]
 """Servers of `--scale`."""
+POOLS = [64, 8]
+"""Ranks of the server pools of `--scale`."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +209,10 @@ def planning_times(sets: dict[str, Callable[[int, int, int], Int64s]]) -> list[l
 
 
 def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[int]) -> str:
-    """The table of plans by tiles for many servers."""
+    """The table of plans by tiles for many servers, without and with server pools."""
     config = ScheduleConfig(shape=MODELS["llama-34b"].attention_shape())
     head = ["documents", "servers", "tasks", "plan s", "check s", "max/mean", "GB a server"]
+    in_pools = [f"in pools of {size}: plan s" for size in POOLS]
     rows = []
     for name, ranks in track([*itertools.product(sets, servers)], "schedulers", "plans"):
         lengths = sets[name](ranks * TOKENS_PER_SERVER, 131_072, 0)
@@ -223,9 +230,25 @@ def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[i
                 *(name, f"{ranks:,}", f"{found.tasks:,}"),
                 *(f"{seconds:.2f}" for seconds in (planned - start, checked - planned)),
                 *(f"{figure:.3f}" for figure in (found.load_max_over_mean, *bytes_moved)),
+                *(f"{_seconds_in_pools(lengths, ranks, size, config):.2f}" for size in POOLS),
             ]
         )
-    return pages.table([*head, "GB busiest"], rows)
+    return pages.table([*head, "GB busiest", *in_pools], rows)
+
+
+def _seconds_in_pools(lengths: Int64s, ranks: int, size: int, config: ScheduleConfig) -> float:
+    """Returns the seconds in which documents are assigned to server pools, and planned."""
+    model, width = MODELS["llama-34b"], config.shape.heads * config.shape.head_dim
+    work = LinearWork.of_parameters(
+        model.layer_parameters, model.vocabulary_parameters, model.layers, width
+    )
+    options = ExecutionOptions(pool_size=size, ping_pong=False)
+    servers = np.arange(ranks, dtype=np.int64)[None]
+    planner = GlobalBatchPlanner(servers, config, options, checks=False, linear_work=work)
+    documents = Documents(lengths, np.cumsum(lengths) - lengths)
+    start = time.process_time()
+    planner.micro_batches([documents])
+    return time.process_time() - start
 
 
 def markdown(rows: list[Row]) -> str:

@@ -44,6 +44,8 @@ class ScheduleConfig:
             layer's forward pass; None: no bound.
         context_parallel_size: ranks in a context-parallel group, for the baselines that have such
             groups; None: as few as the longest document needs.
+        pools: server pools of this size that are planned one after the other; with very many
+            `tiles` tries less for each.
 
     Raises:
         ValueError: a value is out of range.
@@ -57,6 +59,7 @@ class ScheduleConfig:
     server_speeds: tuple[float, ...] | None = None
     max_buffer_bytes: int | None = None
     context_parallel_size: int | None = None
+    pools: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:

@@ -19,6 +19,7 @@ from distca.schedule import (
     ScheduleConfig,
     documents_in_turn,
 )
+from distca.schedule.tiles.scheduler import TilesScheduler
 from distca.schedule.training.planned_batch import PADDING
 from support.batches import long_tailed_lengths
 
@@ -282,3 +283,19 @@ def test_what_is_refused(size: int, changes: dict[str, object], message: str) ->
         planner(size, **changes)
     with pytest.raises(ValueError, match="an unknown size of linear layers"):
         replace(planner(2), linear_work=None)
+
+
+def test_very_many_pools_are_planned_with_less_effort() -> None:
+    """Plans are as balanced; a scheduler of a few pools tries more settings for each."""
+    found = []
+    for pools in (4, 1024):
+        config = replace(CONFIG, pools=pools)
+        lengths = windows()[0]
+        capacities = np.full(4, lengths.sum() // 4, dtype=np.int64)
+        plan = TilesScheduler(config).plan(lengths, capacities, Mask())
+        validate_plan(plan)
+        loads = plan.loads()
+        assert loads.max() <= (1 + CONFIG.tolerance) * loads.mean()
+        found.append(plan_bytes(plan, CONFIG.shape).messages)
+    busiest = [max(int(each.sizes.sum()) for each in of.values()) for of in found]
+    assert busiest[0] <= busiest[1]

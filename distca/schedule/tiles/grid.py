@@ -22,6 +22,8 @@ crosses becomes a task that ends on the diagonal and a full rectangle below it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from distca.cost.volume import AttentionShape
@@ -111,6 +113,7 @@ def below_diagonal(
     )
 
 
+@lru_cache
 def members_of_group(ranks: int, shape: AttentionShape) -> int:
     """Returns how many of a document's ranks should form a group that shares its queries."""
     w_q, w_kv = shape.round_trip_bytes, shape.moved_kv_row_bytes
@@ -121,6 +124,7 @@ def members_of_group(ranks: int, shape: AttentionShape) -> int:
     return best + 1 if received[best] < _LEAST_GAIN * at_home else 1
 
 
+@lru_cache
 def _fewest_ranks(shape: AttentionShape) -> int:
     """Returns the least number of ranks for which a grid pays."""
     ranks = 4

@@ -35,11 +35,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from distca.plan import Placement
 from distca.plan.span import Floats, Int64s, distinct
+
+_Values = TypeVar("_Values", Int64s, Floats)
 
 _SHORT, _LIGHT, _NOT_LONG = 32, 8, 4
 """Divisors that define filler: documents of at most 1/32 of a rank's mean tokens, or of at most 1/8
@@ -187,7 +190,7 @@ class _Packer:
         tokens = np.concatenate([[0], np.cumsum(self._lengths[filler])])
         loads = np.concatenate([[0.0], np.cumsum(self._loads[filler])])
         strata = np.searchsorted(tokens, np.linspace(0, tokens[-1], _STRATA + 1))
-        strata = np.unique(np.minimum(strata, len(filler)))
+        strata = distinct(np.minimum(strata, len(filler)))
         tables = [np.empty((0, 4), dtype=np.int64)]
         for first, last in zip(strata[:-1].tolist(), strata[1:].tolist(), strict=True):
             documents = filler[first:last]
@@ -202,8 +205,8 @@ class _Packer:
             until = _share_stratum(edges, here, rest, room, need)
             tables.append(_deal(documents, edges, until, np.arange(len(room))))
             reached = np.interp(until, edges, loads[first : last + 1])
-            room = room - np.diff(until, prepend=0)
-            need = need - np.diff(reached, prepend=loads[first])
+            room = room - _steps(until)
+            need = need - _steps(reached, loads[first])
         return np.concatenate(tables)
 
 
@@ -217,10 +220,10 @@ def _share_stratum(edges: Int64s, here: float, rest: float, room: Int64s, need: 
         room: tokens that each rank has room for.
         need: load that these tokens should bring.
     """
-    count, lengths = int(edges[-1]), np.diff(edges)
+    count, lengths = int(edges[-1]), edges[1:] - edges[:-1]
     # Rounding to whole documents may give a rank one more than its share.
     most = np.maximum(room - int(lengths[0]), 0)
-    share = np.clip((need - rest * room) / max(here - rest, 1e-9), 0, most)
+    share = np.minimum(np.maximum((need - rest * room) / max(here - rest, 1e-9), 0), most)
     share = share if share.sum() > 0 else room.astype(np.float64)
     wanted = np.cumsum(share) * (count / share.sum())
     until = edges[np.searchsorted(edges[1:] - lengths / 2, wanted)]
@@ -230,13 +233,13 @@ def _share_stratum(edges: Int64s, here: float, rest: float, room: Int64s, need: 
 
 def _within_capacities(until: Int64s, room: Int64s) -> Int64s:
     """Moves the edges between ranks so that no rank gets more than its room."""
-    got = np.diff(until, prepend=0)
+    got = _steps(until)
     over = int(np.maximum(got - room, 0).sum())
     if over == 0:
         return until
     got = np.minimum(got, room)
     given = np.minimum(np.cumsum(room - got), over)
-    return np.cumsum(got + np.diff(given, prepend=0))
+    return np.cumsum(got + _steps(given))
 
 
 def _deal(documents: Int64s, edges: Int64s, until: Int64s, ranks: Int64s) -> Int64s:
@@ -331,10 +334,11 @@ def _slice_tokens(heads: Int64s, tails: Int64s, length: int) -> Int64s:
     return _steps(heads) - _steps(tails, length)
 
 
-def _steps(values: Int64s, first: int = 0) -> Int64s:
+def _steps(values: _Values, first: float = 0) -> _Values:
     """Returns the differences of values, of the first one to `first`.
 
-    Planning calls this for each long document, for which `np.diff` with `prepend` is slower.
+    Planning calls this for each long document and rank, for which `np.diff` with `prepend` is
+    slower.
     """
     steps = values.copy()
     steps[1:] -= values[:-1]

@@ -19,7 +19,8 @@ heuristic, whose plans are measured exactly, as all plans are.
 Steps 1 to 3 are done for a few settings of the packing's two parameters, and on few ranks for the
 paper's placement, too. The best plan is kept: one within the tolerance before any other, then the
 one whose busiest link is free first. The number of settings depends on the number of ranks alone,
-so that all ranks choose the same plan.
+so that all ranks choose the same plan. In more than 1,024 ranks each small server pool gets one
+setting: thousands of pools are planned in turn.
 
 **Bounds.** With `max_buffer_bytes` no server receives more for a layer's forward pass: where it
 would at home, queries go to keys (`recv_bound.py`), and moves respect the bound. If the bound
@@ -62,15 +63,12 @@ _SETTINGS = ((0.4, 0.3), (0.4, 0.9), (0.25, 0.9), (0.4, 0.6))
 the best most often."""
 _FEW_RANKS = 32
 """Most ranks for which all settings are tried, otherwise only the first."""
+_FEW_IN_ALL = 1024
+"""Most ranks of all server pools together for which all settings are tried."""
 _CHUNKS, _MORE_CHUNKS = (1, 2, 3, 4), (6, 8)
 """Chunks of trees on each rank that are tried, and those that are tried on few ranks, too."""
 _ROUNDING = 1e-9
 """Allowance for the rounding of sums of loads."""
-
-
-def _settings(ranks: int) -> tuple[tuple[float, float], ...]:
-    """Returns the settings to try: all of them if planning is quick."""
-    return _SETTINGS if ranks <= _FEW_RANKS else _SETTINGS[:1]
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,9 @@ class TilesScheduler:
             block=config.block,
         )
         placements = []
-        for base_share, slack in _settings(len(capacities)):
+        ranks = len(capacities)
+        few = ranks <= _FEW_RANKS and ranks * config.pools <= _FEW_IN_ALL
+        for base_share, slack in _SETTINGS if few else _SETTINGS[:1]:
             setting = replace(
                 packing,
                 base_share=base_share,
@@ -188,7 +188,6 @@ class TilesScheduler:
                 overfill=(1 - slack) * config.tolerance,
             )
             placements.append(place_balanced(lengths, loads, setting))
-        few = len(capacities) <= _FEW_RANKS
         if line is not None:
             numbers = _CHUNKS + _MORE_CHUNKS * few
             placements = [line.of_nodes(each) for each in placements]

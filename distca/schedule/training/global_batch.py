@@ -430,7 +430,7 @@ class GlobalBatchPlanner:
                 replace(
                     self,
                     servers=np.arange(math.prod(shape), dtype=np.int64).reshape(shape),
-                    config=replace(self.config, server_speeds=mine),
+                    config=replace(self.config, server_speeds=mine, pools=pools),
                     options=replace(self.options, pool_size=None),
                     dedicated=self.dedicated // pools,
                 )
