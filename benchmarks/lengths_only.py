@@ -23,7 +23,7 @@ class LengthsOnly:
         return (np.arange(start, end) * 7 + document) % VOCABULARY
 
     def loss_weights(self, document: int, start: int, end: int) -> None:
-        """See `TokenSource.loss_weights`: all tokens count alike."""
+        """See `TokenSource.loss_weights`: all tokens have the same weight."""
 
 
 def stream_of(lengths: Sequence[int]) -> Any:

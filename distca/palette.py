@@ -25,7 +25,7 @@ PURPLE = "#CC79A7"
 GREY = "#CCCCCC"
 BLACK = "#000000"
 IN_TURN = (BLUE, ORANGE, GREEN, VERMILION, SKY_BLUE, BLACK)
-"""Colours of lines and bars that are told apart by them alone."""
+"""Colours of lines and bars that only their colours distinguish."""
 HIGHLIGHTS = (BLUE, ORANGE, VERMILION, SKY_BLUE, GREEN)
 """Colours of servers that are highlighted among grey ones."""
 

@@ -49,7 +49,7 @@ class Hook:
             here, as "theirs ...".
         make: function `(original, *given) -> replacement`; `given` is what `apply` was given.
         since: first version of megatron-core that needs it.
-        until: first version that doesn't; None: none is known.
+        until: first version that doesn't, or None.
         defect: for a mend, where the defect is: file and name at a tag of Megatron-LM or torch.
         when: function that says whether this installation needs it.
     """

@@ -321,7 +321,7 @@ def on_the_authors_documents() -> list[Claim]:
 
 
 SCALED = ("greedy", "tiles", "wlb-llm", "per-document-cp")
-"""Systems whose weak scaling is told."""
+"""Systems whose weak scaling is shown."""
 
 
 def scaled_jobs(jobs: Rows) -> list[list[dict[str, str]]]:

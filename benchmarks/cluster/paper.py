@@ -23,7 +23,7 @@
 With `--systems`, a table simulates these systems alone, and takes all others from the stored one;
 with `--most-sequences`, so the jobs of few sequences.
 
-In all of them all systems are charged alike, as `distca.simulate.charges` says; with
+In all of them all systems have the same charges (`distca.simulate.charges`); with
 `--baseline-ideal` nothing is charged, and the files are `NAME_ideal.*`. Every experiment writes
 `NAME.csv`, `NAME.md` and most `NAME.png`. All iterations that were simulated are kept in
 `runs.jsonl`: an interrupted run goes on where it stopped. The model (see `distca/simulate`) and the

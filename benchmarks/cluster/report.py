@@ -50,7 +50,7 @@ class Options:
     systems: tuple[str, ...] = ()
     """Systems to simulate in a table whose others are those of the stored one; (): all."""
     most_sequences: int | None = None
-    """Sequences of a batch above which a table's jobs are those of the stored one; None: none."""
+    """Sequences of a batch above which a table's jobs are those of the stored one, or None."""
 
     @property
     def in_part(self) -> bool:

@@ -77,7 +77,7 @@ from megatron_patches.flags.planning import linear_work, schedule_config
 SCHEDULERS = ("packed", "per-document-cp", "greedy", "tiles")
 MIXES = ("long-tail", "pretrain", "lognormal", "fixed")
 TIE, SAME = 0.02, 0.005
-"""Relative differences below which measured medians are not told apart, and below which predictions
+"""Relative differences below which measured medians count as equal, and below which predictions
 are a tie."""
 
 

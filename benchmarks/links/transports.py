@@ -3,7 +3,7 @@
     python benchmarks/links/transports.py --processes 2 4 --output DIR
 
 Each exchange is started, waited for, and released, with the staging filled beforehand, so that only
-moving bytes is measured. "Ragged" messages are of 0 to 2 times the size, drawn alike for both.
+moving bytes is measured. "Ragged" messages have 0 to 2 times the size, the same for both.
 The ratio is gloo's time over that of shared memory. With `--output` the figures are written as
 `transports.md` and `transports.json`.
 """
@@ -52,7 +52,7 @@ def as_sizes(matrix: np.ndarray, rank: int) -> MessageSizes:
 
 
 def matrices(ranks: int, nbytes: int, ragged: bool, count: int) -> list[np.ndarray]:
-    """Bytes from each rank to each, `[ranks, ranks]`, alike on all ranks."""
+    """Bytes from each rank to each, `[ranks, ranks]`, the same on all ranks."""
     rng = np.random.default_rng(nbytes)
     found = []
     for _ in range(count):

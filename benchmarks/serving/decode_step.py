@@ -182,7 +182,7 @@ class Found:
 
 
 def measure(setting: Setting, repetitions: int) -> Found:
-    """Times steps of the rank with most to do: all have alike."""
+    """Times steps of the rank with most to do; all have about the same."""
     decoding = Decoding(setting)
     taken: dict[str, list[float]] = {"engine": [], "rank": [], "layers": []}
 

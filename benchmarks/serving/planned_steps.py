@@ -29,7 +29,7 @@ class PlannedSteps:
         ranks: ranks that share each sequence.
         block_size: tokens of a block.
         split: layers whose weights processes split, if they share the rows of prefills.
-        runner: model that runs the batches on a rank, which is given its blocks; None: none does.
+        runner: model that runs the batches on a rank, which is given its blocks, or None.
     """
 
     def __init__(

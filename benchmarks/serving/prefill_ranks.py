@@ -170,7 +170,7 @@ class Asked:
     Attributes:
         asked: when each was asked for.
         there: when all rows of it were there.
-        told: what each rank has told at its end, by rank.
+        told: what each rank reports at its end, by rank.
     """
 
     asked: list[float]

@@ -7,7 +7,7 @@ whose link has that speed. Keys travel from near to far as `--prefill-strategy c
 many micro-partitions, and with `--sparsity` as the table says; *pass-kv* is the dense ring in
 zigzag, *sp-ntp* scatters heads, and *sp-tp* shares rows between blocks whose weights ranks split.
 All ways take turns in the same processes, on free links and on slow ones. The link's seconds are
-the bytes of the rank that sends most over its speed; the simulator is told the link's speed, and
+the bytes of the rank that sends most over its speed; the simulator gets the link's speed, and
 one rate of compute, by which pass-KV takes as long on free links as was measured.
 """
 

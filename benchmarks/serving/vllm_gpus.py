@@ -116,7 +116,7 @@ def measure(
 
 
 def _percentiles(seconds: Any) -> list[float] | None:
-    """Median and 99th percentile; None: there are none."""
+    """Median and 99th percentile, or None."""
     return [float(x) for x in np.nanpercentile(seconds, (50, 99))] if len(seconds) else None
 
 

@@ -25,7 +25,7 @@ class KernelTasks:
         causal: whether the tasks end on the diagonal; otherwise they are full rectangles.
         window_left: earlier tokens that a query of a causal task sees; None: all.
         softmax_scale: factor of the scores.
-        softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces; None: none.
+        softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces, or None.
     """
 
     cu_seqlens_q: torch.Tensor

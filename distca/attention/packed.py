@@ -30,7 +30,7 @@ def packed_attention(
         kernel: the attention kernel of this device.
         window_left: earlier tokens that a query sees; None: all.
         softmax_scale: factor of the scores.
-        sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
+        sink_H: one more logit of each head, which has no value, `[heads]`, or None.
 
     Returns:
         The output, `[tokens, heads, v_head_dim]`.

@@ -25,8 +25,8 @@ def attend(
         visible_QK: whether a query sees a key, bool `[queries, keys]`, or of each key-value head
             `[kv_heads, queries, keys]`.
         softmax_scale: factor of the scores.
-        sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
-        softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces; None: none.
+        sink_H: one more logit of each head, which has no value, `[heads]`, or None.
+        softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces, or None.
 
     Returns:
         `(out, lse)`: `[queries, heads, v_head_dim]` and `[queries, heads]` in the inputs' dtype; 0

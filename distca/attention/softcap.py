@@ -95,8 +95,8 @@ class SoftCapped:
 class CappedCpuAttention:
     """What torch's fused CPU operators do, with their shapes and arguments, and a soft cap.
 
-    Queries and outputs are `[1, heads, queries, head_dim]`, keys and values alike with `kv_heads`,
-    the LSE is `[1, heads, queries]`.
+    Queries and outputs are `[1, heads, queries, head_dim]`, keys and values the same with
+    `kv_heads`, the LSE is `[1, heads, queries]`.
     """
 
     softcap: float

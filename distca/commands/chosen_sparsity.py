@@ -64,7 +64,7 @@ def chosen_sparsity(
     levels: Levels,
     partitions: Partitions | None,
 ) -> Configuration | None:
-    """What a calibration chooses, which is told on standard error; None: none is given.
+    """Returns what a calibration chooses and reports it on standard error, or None without one.
 
     Args:
         args: flags.

@@ -102,7 +102,7 @@ def table(
         caption: what it shows.
         heads: titles of its columns, the first that of the rows' names.
         rows: name and cells of each row.
-        best: name of a row in bold type; None: there is none.
+        best: name of a row in bold type, or None.
     """
     listed = list(rows)
     words = {at for _, cells in listed for at, cell in enumerate(cells, start=1) if cell.is_text}

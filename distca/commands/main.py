@@ -85,7 +85,7 @@ def _written(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
             status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
             raise
         finally:
-            # Here, where it can be told what fails, rather than when Python ends.
+            # Flushed here, where the failure can be reported, rather than when Python ends.
             sys.stdout.flush()
     except OSError as error:
         with contextlib.suppress(OSError):

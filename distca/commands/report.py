@@ -116,7 +116,7 @@ class Files:
     Attributes:
         runs: runs by name.
         trace: name and spans of each rank in the newest timeline; empty: there is none.
-        plan: newest plan, and what was saved with it; None: there is none.
+        plan: newest plan, and what was saved with it, or None.
     """
 
     runs: tuple[Run, ...]

@@ -38,7 +38,7 @@ def page_of(
         answer: how runs went.
         figures: all figures, as `--json` prints them.
         trace: name and spans of each rank in a timeline; empty: there is none.
-        plan: a plan, and what was saved with it; None: there is none.
+        plan: a plan, and what was saved with it, or None.
     """
     parts = []
     if figures["runs"]:

@@ -25,7 +25,7 @@ _LEAST = 512
 def served_chain(
     args: argparse.Namespace, model: ServedModel, lengths: Sequence[int] = ()
 ) -> Chain | None:
-    """Returns the chain that owns the tokens of prefills; None: there is none.
+    """Returns the chain that owns the tokens of prefills, or None.
 
     Args:
         args: flags.

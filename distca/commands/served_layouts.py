@@ -45,7 +45,7 @@ def layout_choice(
 
 
 def served_split(args: argparse.Namespace, model: ServedModel) -> SplitModel | None:
-    """Returns the layers whose rows are shared as the flags say; None: none are.
+    """Returns the layers whose rows are shared as the flags say, or None.
 
     Raises:
         ValueError: the flags ask for what there is not.

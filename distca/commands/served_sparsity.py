@@ -22,7 +22,7 @@ _FLAGS = (
 )
 
 Chosen = Callable[[Levels, Partitions | None], Configuration | None]
-"""Chooses a sparsity for levels, and micro-partitions where none are given; None: none is."""
+"""Chooses a sparsity for levels, and micro-partitions where none are given, or None."""
 
 
 def add_sparsity_flags(group: Group) -> None:

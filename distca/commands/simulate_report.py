@@ -80,7 +80,7 @@ def as_json(
     Args:
         choice: system in its best configuration.
         workload: model, cluster and sizes.
-        best: the fastest of DistCA's, which rows are held against; None: there is none.
+        best: the fastest of DistCA's, which rows are held against, or None.
         parts: what an iteration's time is spent on; None: it is not known.
     """
     row = asdict(choice)

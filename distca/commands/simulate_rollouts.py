@@ -211,8 +211,7 @@ def _best_of_trees(
     workload: Workload,
     told: Callable[[], None],
 ) -> Row | None:
-    """Returns the layout that is fastest in the first batch of those that fit in all; None: none
-    does.
+    """Returns the layout that is fastest in the first batch of those that fit in all, or None.
 
     Of layouts that differ in the number of micro-batches alone, the two with fewest that fit run:
     more of them only cost launches and smaller exchanges. Layouts whose busiest ranks compute for

@@ -62,12 +62,11 @@ class ModelSize:
             experts together; 0: there is none beside routed experts.
         vocab_size: tokens that embedding and output layer know.
         experts: routed experts of each layer; None: the layers are dense.
-        window_left: earlier tokens that a query sees in layers with a window; None: there are none.
-        window_attn_skip_freq: period of layers without windows and chunks; None: there are none.
-        latents: latents of attention, where `head_dim` is that of a key with what is rotated; None:
-            there are none.
-        attention_chunk_size: tokens of a chunk in layers whose queries see their own chunk alone;
-            None: there are none.
+        window_left: earlier tokens that a query sees in layers with a window, or None.
+        window_attn_skip_freq: period of layers without windows and chunks, or None.
+        latents: latents of attention (`head_dim` then includes a key's rotated part), or None.
+        attention_chunk_size: tokens of a chunk in layers whose queries see their own chunk alone,
+            or None.
 
     Raises:
         ValueError: with latents, keys have fewer heads than queries, or all of a key is rotated.

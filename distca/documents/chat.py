@@ -86,7 +86,7 @@ class ChatTokenizer:
 
     Attributes:
         vocab_size: bound of the token ids.
-        eod: token that ends a document; None: there is none.
+        eod: token that ends a document, or None.
 
     Raises:
         ValueError: there is no such folder or format, no chat template, or no end token.

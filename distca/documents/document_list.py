@@ -37,7 +37,7 @@ class DocumentList(Protocol):
 
 @runtime_checkable
 class WeightedDocumentList(DocumentList, Protocol):
-    """Documents of which not all tokens count alike in the loss."""
+    """Documents whose tokens have different weights in the loss."""
 
     def loss_weights(self, index: int) -> Sequence[float] | Floats:
         """Returns a weight for each token of a document: of the loss in predicting that token.

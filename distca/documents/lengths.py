@@ -41,7 +41,8 @@ MOST_TOKENS = 2**32
 """Most tokens of the documents that are drawn: 32,768 sequences of 128K."""
 
 _CHUNK = 4096
-"""Number of lengths drawn at a time, a constant so that a longer draw begins alike."""
+"""Number of lengths drawn at a time, a constant, so that a longer draw begins with the same
+lengths."""
 
 
 class LengthDistribution(Protocol):

@@ -1,4 +1,4 @@
-"""Documents as texts, from files of any kind: what is no UTF-8 text is told apart, and named."""
+"""Documents as texts, from files of any kind: files that are not UTF-8 text are named."""
 
 from __future__ import annotations
 

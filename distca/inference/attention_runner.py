@@ -400,7 +400,7 @@ class ForwardContext:
             k: their keys, `[rows, kv_heads, head_dim]`, which are written to the pool.
             v: their values, `[rows, kv_heads, v_head_dim]`, likewise.
             scale: factor of the scores.
-            sink: one more logit of each head, which has no value, `[heads]`; None: there is none.
+            sink: one more logit of each head, which has no value, `[heads]`, or None.
 
         Returns:
             Outputs, `[rows, heads, v_head_dim]`.

@@ -111,7 +111,7 @@ class _Piece:
         layer: layer that calls.
         inputs: queries, keys and values, `[size, heads, head_dim]`.
         scale: factor of the scores.
-        sink: one more logit of each head, a weight of the layer; None: there is none.
+        sink: one more logit of each head, a weight of the layer, or None.
         out: memory for the outputs, like the queries.
     """
 

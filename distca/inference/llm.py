@@ -47,7 +47,7 @@ class LLM:
 
     Args:
         config: configuration of the engine.
-        trace: timeline of this process; None: there is none.
+        trace: timeline of this process, or None.
 
     Raises:
         ValueError: there are not as many processes as the configuration has.
@@ -107,7 +107,7 @@ class LLM:
             prompts: token ids of each, at least one.
             sampling: choice of tokens; None: the likeliest, up to 64.
             n: answers to each prompt, which is computed once for all of them; at least 1.
-            on_token: function that is told of each token, with `n` times the prompt's number plus
+            on_token: function that is called with each token and `n` times the prompt's number plus
                 the answer's. It may `abort` answers.
             penalties: changes of logits, and fewest tokens of an answer. Without `stops` of their
                 own they have those of `sampling`.
@@ -192,7 +192,7 @@ class LLM:
 
         Args:
             requests: requests, each with a number of its own.
-            on_token: function that is told of each token.
+            on_token: function that is called with each token.
 
         Returns:
             Answers by the requests' numbers.

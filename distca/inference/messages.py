@@ -24,10 +24,10 @@ class AddRequest:
         sampling: choice of tokens. One of no `max_tokens` is computed and held for others that read
             its keys and values, until `Engine.abort`.
         penalties: changes of logits.
-        logprobs: how many of the likeliest tokens are told with each token; None: none at all.
-        leader: number of the sequence that computes the prompt for this one, too, and that is told
-            of after it; None: itself does.
-        scored: whether log-probabilities of the prompt's tokens are told as well.
+        logprobs: number of likeliest tokens to return with each token, or None.
+        leader: number of the sequence that computes the prompt for this one, too, and that is
+            announced after it; None: this one itself.
+        scored: whether to return log-probabilities of the prompt's tokens, too.
         priority: sequences of a lower number run before those of a higher one.
         salt: what else keys and values depend on: only sequences of the same salt share blocks.
         arrived: time of the arrival in seconds, which never goes back.

@@ -51,7 +51,7 @@ class ModelRunner:
         tensor_ranks: ranks that share each layer with this one.
         capture: what captures graphs of decode steps; None: they run without.
         computes: whether this rank has weights; else it holds keys and values of others' tokens.
-        mover: transport of blocks that change their ranks; None: none does.
+        mover: transport of blocks that change their ranks, or None.
         split: layers whose weights processes split, if they share the rows of prefills.
 
     Attributes:

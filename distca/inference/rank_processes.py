@@ -90,7 +90,7 @@ class RankProcesses:
         Args:
             prompts: token ids of each, by a number that draws its tokens.
             sampling: choice of tokens.
-            on_token: function that is told of each token as it is chosen.
+            on_token: function that is called with each token as it is chosen.
 
         Raises:
             ValueError: a prompt's keys and values could never be held; nothing has run.

@@ -2,7 +2,8 @@
 
 Hooks on the blocks of transformers' layers bring rows together and apart, as
 `distca.schedule.serving.csps.layouts` describes it. Steps without a prefill, and those of fewer
-tokens than ranks, run as tensor parallelism alone does; keys and values lie alike in all.
+tokens than ranks, run as with tensor parallelism alone; keys and values have the same places in
+all.
 """
 
 from __future__ import annotations

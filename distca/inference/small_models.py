@@ -77,7 +77,7 @@ def save_small_model(
     Args:
         family: `model_type` of the family.
         folder: folder in which that of the model is made.
-        end: token that ends an answer; None: none does.
+        end: token that ends an answer, or None.
         draws_norms: whether weights of norms are random, too, rather than those of a new model.
         changes: other values of its configuration.
     """

@@ -236,8 +236,8 @@ def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[
     ]
     sparsities = []
     for _ in range(number):
-        # Groups of layers drop more and less, and some nothing, so that they can be told apart;
-        # most of them little, as tight bounds allow.
+        # Groups of layers drop more and less, and some nothing, so that their effects can be
+        # separated; most of them little, as tight bounds allow.
         of_group = random.random(curves.groups) ** 2 * random.integers(0, 2, curves.groups)
         of_group[random.integers(curves.groups)] = random.random() ** 2
         kept = np.ones((curves.layers, curves.heads, curves.far_levels))

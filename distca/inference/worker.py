@@ -63,7 +63,7 @@ class Worker:
     Args:
         config: configuration of the engine.
         device: device of the weights.
-        trace: timeline of the iterations; None: there is none.
+        trace: timeline of the iterations, or None.
         model: the model, if it is read by now; None: transformers' of the configuration.
 
     Attributes:

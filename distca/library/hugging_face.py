@@ -151,8 +151,8 @@ def _attend(
         scaling: factor of the scores.
         dropout: 0.
         sliding_window: keys that a query sees, with its own; None: all before it.
-        softcap: bound of the scores; None: there is none.
-        s_aux: the sink of each head; None: there is none.
+        softcap: bound of the scores, or None.
+        s_aux: the sink of each head, or None.
         is_causal: not False.
         distca: handle of the batch.
 

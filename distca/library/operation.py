@@ -47,8 +47,7 @@ def core_attention(
         batch: the batch, or its handle.
         mask: mask of the layer, one of the planner's.
         scale: factor of the scores; None: `head_dim ** -0.5`.
-        sink_H: one more logit of each head, which has no value, `[heads]`, as in GPT-OSS; None:
-            there is none.
+        sink_H: one more logit of each head, which has no value, `[heads]`, as in GPT-OSS, or None.
         softcap: the soft cap that the layer has, 0.0 for none, which must be the planner's; None:
             it is not compared.
 

@@ -45,7 +45,7 @@ class Planner:
         group: ranks that share micro-batches; None: all ranks of the job.
         masks: masks of the model's layers, the widest first: its plan decides where tokens go. A
             window of transformers' `sliding_window=w` is `Mask(window_left=w - 1)`.
-        softcap: bound of the attention scores, as in Gemma 2; None: there is none.
+        softcap: bound of the attention scores, as in Gemma 2, or None.
         scheduler: name of the scheduler, one of those of `--distca-scheduler`.
         tolerance: a server may have this much more than the mean load; 0.1 is 10%.
         block: tokens in a kernel's block; cuts of documents fall on its multiples.

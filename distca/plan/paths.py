@@ -47,7 +47,7 @@ class Paths:
         Args:
             own_lengths: tokens of each node without those of its parent's path, int64 `[nodes]`.
             parents: an earlier node, or -1, int64 `[nodes]`.
-            two_way: nodes whose tokens see all of the node, bool `[nodes]`; None: none.
+            two_way: nodes whose tokens see all of the node, bool `[nodes]`, or None.
         """
         lengths = path_lengths(own_lengths, parents)
         opens = (parents != np.arange(len(parents)) - 1) | (parents < 0)

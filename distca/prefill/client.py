@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_A_LEASE = 4
 _FIRST_LEASE = 2.0
-"""Lease until the ranks have told theirs: it is said a few times in it who is there."""
+"""Lease until the ranks announce theirs. They announce themselves several times in it."""
 _HELPED = 0.005
 """Seconds after which the thread looks for what ranks write while prompts are under way."""
 _LINGER = 5000
@@ -156,7 +156,7 @@ class PrefillClient:
         # First position of each prompt's rows, and tokens of a chunk.
         self._chunks: dict[Transfer, tuple[int, int]] = {}
         self._ended: list[Ended] = []
-        # Prompts whose end was told before the ranks confirmed it.
+        # Prompts that ended before the ranks confirmed them.
         self._told: set[Transfer] = set()
         # What has come and `poll` has not looked at, with the time when it came.
         self._mail: deque[tuple[float, _Mail]] = deque()

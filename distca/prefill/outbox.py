@@ -137,7 +137,7 @@ class _Slot:
 
     Attributes:
         rows: its rows.
-        write: the write under way; None: there is none.
+        write: the write under way, or None.
         written: whether the write has ended.
         taken: whether the process has said that it is free.
     """

@@ -194,7 +194,7 @@ class PrefillRank:
 
     @property
     def state(self) -> Pong:
-        """What engines are told of the ranks."""
+        """What the ranks announce to engines."""
         scheduler, cache, counts = self._engine.scheduler, self._engine.cache, self.counts
         return Pong(
             scheduler.waiting,

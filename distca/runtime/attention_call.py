@@ -140,7 +140,7 @@ class AttentionCall:
             q: queries, `[local rows, heads, head_dim]`.
             k: keys, `[local key rows, kv_heads, head_dim]`.
             v: values, `[local key rows, kv_heads, v_head_dim]`.
-            latents: latents that travel instead of keys and values; None: none do.
+            latents: latents that travel instead of keys and values, or None.
         """
         self._exchange_of_pass()
         self._take_latents(k, latents)
@@ -245,7 +245,7 @@ class AttentionCall:
         """Returns the final output of the local rows, `[local rows, heads, v_head_dim]`.
 
         Args:
-            sink: one more logit of each head, `[heads]`; None: there is none.
+            sink: one more logit of each head, `[heads]`, or None.
         """
         assert self._sent is not None
         assert self._parts is not None

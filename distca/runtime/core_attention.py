@@ -91,7 +91,7 @@ class CoreAttention:
             softmax_scale: factor of the scores.
             labels: labels for the trace, such as the layer.
             nano_batch: number of the nano-batch whose rows these are.
-            sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
+            sink_H: one more logit of each head, which has no value, `[heads]`, or None.
             latents: latents of `k_THD` and `v_THD`, which travel in their place and give gradients
                 of their own, and of the weight; None: keys and values travel. The exchanges must
                 be built for what travels.
@@ -169,8 +169,8 @@ def _differentiable(
         k_THD: local keys, `[local key rows, kv_heads, head_dim]`.
         v_THD: local values, `[local key rows, kv_heads, v_head_dim]`; so wide are outputs' heads.
         event: event whose turn has come: the call's dispatch.
-        sink_H: one more logit of each head, `[heads]`; None: there is none.
-        latents: latents that travel instead of keys and values; None: none do.
+        sink_H: one more logit of each head, `[heads]`, or None.
+        latents: latents that travel instead of keys and values, or None.
     """
     latent = weight = None
     if latents is not None:

@@ -180,7 +180,7 @@ def document_loads(
         lengths: tokens of each document, int64 `[documents]`.
         mask: attention mask of all documents.
         cost_model: predicts seconds; None: loads are visible pairs.
-        prefix: first tokens of each document that have no queries, int64 `[documents]`; None: none.
+        prefix: first tokens of each document that have no queries, int64 `[documents]`, or None.
         query_shift: see `Plan.query_shift`.
     """
     zeros, numbers = np.zeros_like(lengths), np.arange(len(lengths))
@@ -274,7 +274,7 @@ def level_load(load: float, speeds: Floats, busy: Floats | None = None) -> float
     Args:
         load: load that can be shared, at speed 1.
         speeds: speed of each server, `[servers]`.
-        busy: time in which each server does something else, `[servers]`; None: none does. A server
+        busy: time in which each server does something else, `[servers]`, or None. A server
             that is busy for longer takes none of the load.
     """
     if busy is None:

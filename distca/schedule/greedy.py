@@ -7,7 +7,7 @@ tail that touch in its middle. Row `x` of the head sees `x + 1` keys and its mir
 item is proportional to its rows, and a share of its load is that share of its rows.
 
 **Cutting.** A share is cut off as the *inner* part, `[h, h1)` and `[t1, t)`; the outer part stays.
-Cutting both sides alike leaves `h0 + t0` as it is, so what stays is an item like the first. Cuts
+Cutting both sides equally leaves `h0 + t0` as it is, so what stays is an item like the first. Cuts
 fall on blocks (or take a side whole): of the blocks around the wanted rows of either side, the pair
 whose load is nearest to the wanted one is taken.
 

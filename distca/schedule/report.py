@@ -52,7 +52,7 @@ class PlanSummary:
         bytes_backward: all bytes of the backward pass.
         link_seconds_max: longest time that the links of a rank are busy, forward.
         notes: notes of the plan.
-        max_buffer_bytes: bound of `bytes_max_buffered`; None: there is none.
+        max_buffer_bytes: bound of `bytes_max_buffered`, or None.
     """
 
     scheduler: str

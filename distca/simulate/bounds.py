@@ -139,7 +139,7 @@ class Bounds:
 
     def _variable(self, system: str, layout: BaselineLayout, costs: ModelCosts) -> float:
         """Bound where bins hold any number of tokens, with which all that is counted grows
-        linearly: all bins are alike, or one has the longest document, and the others nothing."""
+        linearly: all bins are equal, or one has the longest document, and the others nothing."""
         size, others = layout.context_parallel, layout.micro_batches - 1
         pair = pair_seconds(costs) / size
         longest = int(np.argmax(self._pairs))
@@ -304,7 +304,7 @@ class Bounds:
 def _evenly(
     system: str, tokens: Floats, attention: Floats, group: Group, costs: ModelCosts
 ) -> Bins:
-    """Returns bins with one rank each, which stands for all of a group that share all alike.
+    """Returns bins with one rank each, which stands for a group whose ranks have equal shares.
 
     Args:
         system: a baseline.

@@ -1,6 +1,6 @@
 """Charges: what keeps a cluster's links, memory and GPUs from their data sheets' rates.
 
-Both sides are charged alike: DistCA's ticks and the baselines call the same functions. `UNCHARGED`
+DistCA and the baselines have the same charges: they call the same functions. `UNCHARGED`
 is the bound in which all rates are reached and a baseline's exchanges copy nothing; `PUBLISHED` has
 figures that others measured:
 

@@ -60,7 +60,7 @@ class Choice:
 
         Args:
             system: one of `SYSTEMS`.
-            best: the configuration; None: there is none.
+            best: the configuration, or None.
             trials: its figures in each batch.
             tried, simulated, out_of_memory: as above.
         """

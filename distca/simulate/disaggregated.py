@@ -59,7 +59,7 @@ def simulate_ticks(
         cost_model: forward seconds of tasks; None: the cluster's kernel.
         ablation: value of `--distca-ablation`: wait for every exchange where it starts, or send one
             byte a message.
-        speeds: relative speed of each server's compute, `[servers]`; None: all alike.
+        speeds: relative speed of each server's compute, `[servers]`; None: all are equal.
         recording: keep spans for a trace.
         backward: value of `--distca-backward`.
 

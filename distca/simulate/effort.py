@@ -46,10 +46,10 @@ class Effort:
         fitting: number of configurations that are to fit in the first round, in the order of their
             `estimate`; None: all that do, in the order of their bounds.
         alternatives: function of a configuration that fits, which returns others for the first
-            round, before further ones are held against all that fit; None: there are none.
+            round, before further ones are held against all that fit, or None.
         sweeps: variants of the best one that run the same batches, in turn: each a function of it,
             and the ratio up to which the first of equally fast ones is taken.
-        last_tolerance: value of `Candidate.tolerance` that is tried where nothing fits; None: none.
+        last_tolerance: value of `Candidate.tolerance` that is tried where nothing fits, or None.
     """
 
     keep: int

@@ -36,8 +36,8 @@ from distca.simulate.cluster import Cluster
 class Transfer:
     """The bytes of an exchange, worked out once for all its uses.
 
-    Messages are ordered by destination and kind. Ports are numbered in both directions alike: those
-    to the node by rank, then those to the network.
+    Messages are ordered by destination and kind. Ports have the same numbers in both directions:
+    those to the node by rank, then those to the network.
 
     Attributes:
         bytes_sent: bytes that each rank sends, `[ranks]`.

@@ -385,7 +385,7 @@ class _Search:
 
     def in_all_batches(self, best: Candidate) -> Candidate | None:
         """Returns the best configuration if it fits in all batches, else one that does: of those
-        that have run most batches the fastest; None: none does.
+        that have run most batches the fastest, or None.
 
         Parts of iterations that stand for all of them may promise too little, or too much. So
         another that may be faster takes their place if it is.

@@ -234,7 +234,7 @@ def ring(
     kernels = _step_seconds(lengths, attention, group)
     own = tokens.max(axis=1)
     hop = hop_seconds(own, group, costs)
-    # Where a step over heads takes as long as one of tails, all ranks are alike.
+    # Where a step over heads takes as long as one of tails, all ranks take equally long.
     alike = bool((kernels[:, 1] == kernels[:, 2]).all())
     forward = _of_rank(kernels, 1 if alike else steps, steps)
     # A backward pass takes the steps in the opposite order.

@@ -324,7 +324,7 @@ def last_resorts(
     Args:
         failed: configurations that do not fit, those first that need least memory.
         workload: model, cluster and sizes.
-        last_tolerance: value of `Candidate.tolerance` to try; None: none.
+        last_tolerance: value of `Candidate.tolerance` to try, or None.
     """
     kinds: dict[object, Candidate] = {}
     for each in failed:

@@ -149,7 +149,7 @@ class Candidate:
             no bound.
         network_divisor: how many times slower than it is the network counts when plans are made,
             with `--distca`. A plan for a slower network moves fewer bytes between nodes.
-        pool_size: data-parallel ranks of a server pool, with `--distca`; None: there are none.
+        pool_size: data-parallel ranks of a server pool, with `--distca`, or None.
         wide_documents: tokens from which on all ranks share a document, with server pools; None:
             they share none.
         ping_pong: whether micro-batches run as two nano-batches, with `--distca`.

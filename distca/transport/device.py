@@ -115,7 +115,7 @@ class DeviceRank:
 
         Raises:
             RuntimeError: a rank's control memory is mapped and its arenas are not, or vice versa:
-                the rank would be told of messages that were never put.
+                the rank would receive notice of messages that were never put.
         """
         if [peer for peer, address in enumerate(arenas) if address] != self._mapped:
             raise RuntimeError(

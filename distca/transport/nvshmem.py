@@ -85,7 +85,7 @@ class NvshmemTransport(Transport):
         timeout: time limit of a kernel's wait for another rank.
         mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM. Copy
             engines cannot be held back: after a failed wait for room they overwrite what a healthy
-            receiver may be reading. The receiver is told of the failure before, so its `check`
+            receiver may be reading. The failure is announced to the receiver before, so its `check`
             raises, too; what it received must not be used before that.
 
     Raises:

@@ -312,7 +312,7 @@ class _Asks:
         self._next += 1
 
     def take(self, idle: bool) -> Loads:
-        """What workers are told with the next step."""
+        """Returns what workers receive with the next step."""
         loads = Loads(self._begun, self._cancelled, idle)
         self._begun, self._cancelled = [], []
         return loads

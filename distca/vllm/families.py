@@ -127,7 +127,7 @@ def attention_layers(context: Mapping[str, object]) -> dict[str, Attention]:
 
 
 def softcap(layer: Attention) -> float | None:
-    """Bound of a layer's scores; None: there is none."""
+    """Bound of a layer's scores, or None."""
     return float(getattr(layer.impl, "logits_soft_cap", None) or 0) or None
 
 

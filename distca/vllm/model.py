@@ -54,7 +54,7 @@ class VllmModel(ServedModel):
         whole_kv_heads: key-value heads of a whole layer.
         step_timeout: seconds after which an exchange of the ranks that share layers has failed.
         quantized: how vLLM quantizes the weights.
-        cap: bound of the scores of attention; None: there is none.
+        cap: bound of the scores of attention, or None.
     """
 
     class_name: str = ""

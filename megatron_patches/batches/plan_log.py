@@ -168,7 +168,8 @@ def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, fl
 
 
 class ToleranceWarning:
-    """Warns of the first plan above the tolerance, on the first rank alone: all plan alike.
+    """Warns of the first plan above the tolerance, on the first rank only, since all make the same
+    plan.
 
     Args:
         config: tolerance, cost model and speeds that the plans were made with.
@@ -197,7 +198,7 @@ class MemoryWarning:
     """Warns of the first global batch that needs more memory than may be, on the first rank alone.
 
     Args:
-        bound: bound of a step's memory; None: there is none.
+        bound: bound of a step's memory, or None.
     """
 
     def __init__(self, bound: MemoryBound | None) -> None:
@@ -216,7 +217,7 @@ class MemoryWarning:
 
 
 def why_above_tolerance(plans: Iterable[Plan], config: ScheduleConfig) -> str | None:
-    """Returns the note of the first plan that is above the tolerance; None: there is none.
+    """Returns the note of the first plan that is above the tolerance, or None.
 
     Baselines balance nothing, and note nothing. A tick's plan may have notes of its stages' plans
     although it is balanced itself, over the servers of all stages.

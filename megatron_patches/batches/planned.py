@@ -54,7 +54,7 @@ class PlannedReader:
             equal part of the rows that a plan gives to the server.
         cuts_at_windows: whether documents end where the window of a micro-batch ends; otherwise
             they end with the global batch, and only server pools share them out.
-        bound: bound of a training step's memory, with server pools; None: there is none.
+        bound: bound of a training step's memory, with server pools, or None.
     """
 
     stream: TokenStream

@@ -90,7 +90,7 @@ class Corpus(TokenSource):
         return self._lengths
 
     def loss_weights(self, document: int, start: int, end: int) -> None:
-        """See `TokenSource.loss_weights`: all tokens count alike."""
+        """See `TokenSource.loss_weights`: all tokens have the same weight."""
 
     def place(self, document: int) -> str:
         return f"document {document} of {self.prefix}"

@@ -82,7 +82,7 @@ class RankRuntime:
         shape: attention heads of a tensor-parallel rank, and what travels for keys and values.
         masks: masks of a model chunk's layers.
         layer_groups: groups of a model chunk's layers whose backward passes run together.
-        heads: ranks that share heads with this one; None: none do.
+        heads: ranks that share heads with this one, or None.
     """
 
     layout: PipelineLayout
@@ -254,8 +254,8 @@ class PlannedIterator(Iterator[TickInput]):
         device: device of the model.
         process: process that plans, and ends with this iterator; None: the thread plans, and slows
             down kernel launches.
-        announce: function that announces the next global batch of this split to dedicated servers;
-            None: there are none.
+        announce: function that announces the next global batch of this split to dedicated servers,
+            or None.
         fused_rotary: as for `MicroBatch.to`.
 
     Attributes:

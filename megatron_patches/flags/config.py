@@ -94,7 +94,7 @@ class SchedulingConfig:
         free_placement: whether the scheduler chooses where documents lie.
         tolerance: fraction by which a server's load may exceed the mean.
         max_buffer_bytes: most bytes that a server receives for a layer; None: no bound.
-        server_speeds: relative speed of each server; None: all are alike.
+        server_speeds: relative speed of each server; None: all are equal.
         context_parallel_size: ranks that share documents in the baselines; None: as few as needed.
         pool_stages: whether the servers of all pipeline stages share tasks.
         max_in_flight: most micro-batches whose activations a stage keeps; None: no bound.
@@ -172,9 +172,8 @@ class DistcaConfig:
         documents: documents of the run.
         scheduling: scheduler.
         transport: what moves rows.
-        trace: timeline; None: none is written.
-        metrics: file of Prometheus' metrics, also of a run without `--distca`; None: none is
-            written.
+        trace: timeline, or None.
+        metrics: file of Prometheus' metrics, also of a run without `--distca`, or None.
         dedicated: processes at the end of the job that only serve.
         backward: whether the backward pass sends the kernels' inputs again (`resend`), or servers
             keep them (`keep`).
@@ -183,7 +182,7 @@ class DistcaConfig:
         cuda_graphs: whether layers are replayed as CUDA graphs.
         sm_margin: multiprocessors that attention kernels leave to exchanges.
         chain: number of micro-batches in turn that share documents.
-        pool_size: data-parallel ranks of a server pool; None: there are none.
+        pool_size: data-parallel ranks of a server pool, or None.
         wide_documents: tokens from which on all ranks share a document, with server pools; None:
             they share none.
         head_parallel: neighbouring data-parallel ranks that share heads, and are one server.

@@ -100,7 +100,7 @@ def names_a_release(root: str | Path) -> bool:
 
 
 def loaded_checkpoint(root: str | Path, step: int | None) -> Path | None:
-    """Returns the folder of the checkpoint that a run loads; None: there is none.
+    """Returns the folder of the checkpoint that a run loads, or None.
 
     Args:
         root: value of `--load`.
@@ -149,7 +149,7 @@ def replaced_when_whole(path: Path) -> Iterator[IO[str]]:
 
 
 def find_corruption(checkpoint: Path) -> str | None:
-    """Names a file of a checkpoint that is missing, cut off or overwritten; None: none is.
+    """Names a file of a checkpoint that is missing, cut off or overwritten, or None.
 
     Of a file of tensors the size is compared, and the bytes that begin the first tensor and end the
     last one: where a machine lost its power, files may be full of zeros.

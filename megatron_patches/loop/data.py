@@ -47,7 +47,7 @@ def window_layout(args: Namespace, processes: Processes | None = None) -> Window
 
     Args:
         args: Megatron-LM's arguments.
-        processes: processes of a job with dedicated servers; None: there are none.
+        processes: processes of a job with dedicated servers, or None.
     """
     serves_only = processes is not None and processes.serves_only
     return WindowLayout(
@@ -84,7 +84,7 @@ def build_data(
         valid_samples: most samples that validation still needs; 0 for no iterator. With
             `--full-validation` neither this nor `test_samples` matters, and it may be None.
         test_samples: number of samples of the test; 0 for no iterator.
-        processes: processes of a job with dedicated servers; None: there are none.
+        processes: processes of a job with dedicated servers, or None.
 
     Raises:
         ValueError: the data is missing, corrupt or of another vocabulary; or the consumed samples

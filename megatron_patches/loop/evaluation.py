@@ -33,7 +33,7 @@ class Evaluation:
     Attributes:
         training: arguments of Megatron-LM's `train` by name, while it trains; else None.
         consumed: training samples consumed before it trained.
-        saved: iteration that was saved before its evaluation; None: none was.
+        saved: iteration that was saved before its evaluation, or None.
         latest: iteration that was saved last; None: this run saved none.
         tests: whether the test set is evaluated now.
         place: iteration and data of the evaluation that runs, as Megatron-LM names them.

@@ -168,7 +168,7 @@ def _serve(run: LoopRun, args: Namespace, processes: Processes) -> NoReturn:
 
     def build() -> DataIterators:
         data = build_data(run.config, complete, train, valid, test, processes)
-        # Where a checkpoint goes on, which the first rank has told.
+        # Where a checkpoint continues, which the first rank has announced.
         run.progress.iteration = complete.iteration
         return data
 
@@ -274,7 +274,7 @@ def own_schedule(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., Any]
 def of_packed_samples(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Tells Megatron's schedule that a micro-batch's samples lie one after the other.
 
-    Pipeline stages send each other tensors of the shape that it is told.
+    Pipeline stages send each other tensors of the shape that it is given.
     """
 
     @functools.wraps(forward_backward)

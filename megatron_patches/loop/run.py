@@ -39,8 +39,8 @@ class LoopRun:
         evaluation: progress of evaluations.
         progress: how far this rank is.
         log: figures of the steps since the last log line.
-        watch: watch over all ranks, once they have met; None: there is none.
-        save_lock: lock of `--save`, on the first rank; None: there is none.
+        watch: watch over all ranks, once they have met, or None.
+        save_lock: lock of `--save`, on the first rank, or None.
     """
 
     environment: Mapping[str, str]

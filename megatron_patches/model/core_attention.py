@@ -51,7 +51,7 @@ class CoreAttentionRun:
     Attributes:
         core_attention: runtime of the plans.
         cursor: this rank's part of the plans, and the next event.
-        heads: ranks that share heads with this one; None: none do.
+        heads: ranks that share heads with this one, or None.
         lent_keys: keys and values of ping in the current layer, and what travels for them, for
             pong.
     """
@@ -159,7 +159,7 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
     """Core attention computed by the attention servers of the micro-batch's plan.
 
     Attributes:
-        latent_source: latents that travel instead of keys and values; None: none do.
+        latent_source: latents that travel instead of keys and values, or None.
     """
 
     latent_source: LatentSource | None = None

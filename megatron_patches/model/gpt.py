@@ -85,8 +85,8 @@ def build_model(
         config: our flags.
         args: Megatron-LM's arguments.
         transformer: Megatron's configuration of the model.
-        vp_stage: number of the virtual stage; None: there are none.
-        stage: what `GPTModel` is told of the stage besides.
+        vp_stage: number of the virtual stage, or None.
+        stage: further arguments of `GPTModel` about the stage.
     """
     sizes = ModelSizes.from_args(args)
     kind = core_attention_kind(config.enabled, args.transformer_impl, args.attention_backend.name)
@@ -199,7 +199,7 @@ def _block_spec(
     Args:
         transformer: Megatron's configuration of the model.
         layers: local or transformer_engine.
-        vp_stage: number of the virtual stage; None: there are none.
+        vp_stage: number of the virtual stage, or None.
         core_attention: core attention of the layers; None: the spec's own.
         given: value of `--spec`; None: the layers are Megatron's.
     """

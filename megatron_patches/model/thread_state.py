@@ -19,7 +19,7 @@ from torch.utils import _device
 
 
 class ThreadState(NamedTuple):
-    """State of a thread in torch; stacks are told from the bottom.
+    """State of a thread in torch; stacks are listed from the bottom.
 
     Attributes:
         gradients: whether gradients are recorded.

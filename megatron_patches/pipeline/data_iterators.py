@@ -61,7 +61,7 @@ class DataIterators:
         train: iterator of the training split.
         valid: iterator of the validation split; a list of those of several validation sets.
         test: iterator of the test split.
-        control: control of the dedicated servers; None: there are none.
+        control: control of the dedicated servers, or None.
         end: function that frees what the splits share, when no micro-batch will follow.
     """
 

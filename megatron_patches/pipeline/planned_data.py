@@ -43,7 +43,7 @@ class PlannedData:
         evaluated: number of micro-batches of a global batch of an evaluation.
         fused_rotary: as for `MicroBatch.to`.
         cuts_at_windows: as for `PlannedReader`.
-        bound: bound of a training step's memory, with server pools; None: there is none.
+        bound: bound of a training step's memory, with server pools, or None.
     """
 
     planning: PlannerConfig
@@ -72,7 +72,7 @@ class PlannedData:
             args: Megatron-LM's arguments.
             windows: windows and ranks.
             device: device of the model.
-            processes: processes of a job with dedicated servers; None: there are none.
+            processes: processes of a job with dedicated servers, or None.
         """
         if windows.data_parallel_rank == args.rank == 0:
             warn_of_cuts(config, args)

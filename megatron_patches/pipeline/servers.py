@@ -34,8 +34,8 @@ class Servers:
     Attributes:
         group: process group of the servers, those with this process's heads.
         layout: stages and numbers of the servers.
-        control: control of the dedicated servers; None: there are none.
-        heads: ranks that share heads with this one; None: none do.
+        control: control of the dedicated servers, or None.
+        heads: ranks that share heads with this one, or None.
     """
 
     group: dist.ProcessGroup
@@ -56,7 +56,7 @@ def find_servers(
         config: our flags.
         sizes: numbers of ranks.
         device: device of the model.
-        processes: processes of a job with dedicated servers; None: there are none.
+        processes: processes of a job with dedicated servers, or None.
     """
     if processes is None or not processes.serves_only:
         machines: list[Any] = [None] * dist.get_world_size()
@@ -86,7 +86,7 @@ def connect_servers(
 
     Args:
         device: device of the model.
-        processes: processes of a job with dedicated servers; None: there are none.
+        processes: processes of a job with dedicated servers, or None.
         chunks: number of model chunks (virtual stages) of each pipeline stage.
         head_parallel: data-parallel ranks of a server, which share heads; 1 with dedicated servers.
         timeout: time limit of an exchange; None: the backend's default.

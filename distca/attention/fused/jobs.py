@@ -39,7 +39,7 @@ class RowMemory:
 
     Attributes:
         rows: the tensor, `[rows, ...]`. Its rows may lie apart; a row's elements lie side by side.
-        before: rows of another kind among them, which `rows` does not count; None: there are none.
+        before: rows of another kind among them, which `rows` does not count, or None.
     """
 
     rows: torch.Tensor

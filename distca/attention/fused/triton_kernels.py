@@ -116,7 +116,7 @@ def make_rows(
     Args:
         sources: for each tensor where rows come from.
         others: the same, of rows from `local` on; None: all are in `sources`.
-        befores: how many rows of another kind lie before each row of `sources`, int64; None: none.
+        befores: how many rows of another kind lie before each row of `sources`, int64, or None.
         parts: numbers of the rows that each row is made of, int64; None: the same numbers.
         begins: place in `parts` of each row's first part, int64; None: each has one.
         intos: where rows go.
@@ -186,7 +186,7 @@ def merge_rows(
         begins: place in `members` of each merged row's first, int64.
         into_out: where outputs go.
         into_lse: where their LSE go.
-        into_before: how many rows of another kind lie before each row there, int64; None: none.
+        into_before: how many rows of another kind lie before each row there, int64, or None.
         counts: partial rows, merged rows, members.
         strides: strides of `out`, `into_out` and rows of another kind there, in units of `UNIT`,
             then the same of LSE, in units of `LSE_UNIT`.

@@ -100,7 +100,7 @@ class SparseCall(SteppedCall):
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Core attention of layers that drop rows, all alike.
+    """Core attention of layers that all drop the same rows.
 
     Attributes:
         core: transport, kernel and buffers.
@@ -132,7 +132,7 @@ class SparseAttention:
             k: keys, `[rows, kv_heads, head_dim]`: the local ones at the exchange's places.
             v: like `k`.
             scale: factor of the scores.
-            sink: one more logit of each head, `[heads]`; None: there is none.
+            sink: one more logit of each head, `[heads]`, or None.
         """
         table = self.importance.table
         call = SparseCall(self.core, self.exchange, QAndKV([q], [k, v]), scale, table)

@@ -53,7 +53,7 @@ def attend_in_steps(
         v_THD: like `k_THD`.
         exchange: this rank's part of the plan.
         softmax_scale: factor of the scores.
-        sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
+        sink_H: one more logit of each head, which has no value, `[heads]`, or None.
         importance: what takes in which keys are important; None: nobody asks.
 
     Returns:

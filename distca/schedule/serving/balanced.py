@@ -73,8 +73,7 @@ class BalancedTiles:
             held: ranks that hold the keys and values of earlier tokens of the sequences.
             new: owners of the new tokens.
             mask: attention mask of the layers.
-            busy: seconds in which each rank computes attention of decoded tokens, `[ranks]`; None:
-                there are none.
+            busy: seconds in which each rank computes decoded tokens' attention, `[ranks]`, or None.
         """
         lengths, prefix, placement = step_tokens(held, new, mask)
         tasks = self._home_tasks(placement, new, mask)

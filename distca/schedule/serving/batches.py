@@ -76,7 +76,7 @@ class PrefillBatch:
 class DecodeBatch:
     """One new token of each of many sequences, in operations on one row a sequence.
 
-    It is the plan that `step_plan` makes of pass-Q, told by numbers of rows instead of tasks: a
+    It is the plan that `step_plan` makes of pass-Q, as numbers of rows instead of tasks: a
     query meets, on each rank, all rows that the rank has of its sequence, or under a window the
     last of them. Since rows lie in the order of positions, two numbers say which.
 

@@ -1,7 +1,7 @@
 """Plans of a serving engine's iterations: chunks of prompts, and decoded tokens of other sequences.
 
-Chunks have a plan of tasks, in steps; decoded tokens one that is told by numbers of rows. What a
-sequence has on one rank alone is computed there.
+Chunks have a plan of tasks, in steps. Decoded tokens have one that consists of numbers of rows.
+What a sequence has on one rank alone is computed there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class BatchPlan:
     """The plans of an iteration.
 
     Attributes:
-        prefill: chunks of prompts; None: there are none.
-        decode: decoded tokens; None: there are none.
+        prefill: chunks of prompts, or None.
+        decode: decoded tokens, or None.
         new_tokens: tokens that each rank owns, int64 `[ranks]`.
         members: ranks that take part.
     """

@@ -52,10 +52,10 @@ def plan_layers(
         new: owners of the new tokens.
         masks: masks of the model's layers.
         strategy: what travels.
-        dense: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
+        dense: sequences of which nothing is dropped, bool `[sequences]`, or None.
         head_groups: groups that heads are scattered in, if they are.
         busy: seconds in which each rank computes attention of decoded tokens, in layers of each
-            mask, `[ranks]`; None: there are none.
+            mask, `[ranks]`, or None.
     """
     if isinstance(strategy, BalancedTiles):
         waits = busy or {}

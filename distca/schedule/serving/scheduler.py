@@ -43,7 +43,7 @@ class Scheduler:
         cache: blocks of all ranks.
         limits: bounds and rules.
         salt: what keys and values depend on beside tokens: the model.
-        sparse_salt: that of sequences of long prompts, whose chunks may drop rows; None: alike.
+        sparse_salt: that of sequences of long prompts, whose chunks may drop rows; None: the same.
 
     Attributes:
         preemptions: times that a sequence gave up its blocks.
@@ -75,7 +75,7 @@ class Scheduler:
         # Prompts that are computed, and whose blocks others read until they are aborted.
         self._held: dict[int, Request] = {}
         self._aborted: set[int] = set()
-        # Sequences that were preempted, which no iteration has told yet.
+        # Preempted sequences that no iteration has announced yet.
         self._preempted: list[int] = []
         # Sequences that wait until another has computed the prompt that they share, by its number.
         self._followers: dict[int, list[Request]] = {}
@@ -166,7 +166,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decides what the next iteration feeds; None if there is nothing.
 
-        The iteration has to be told of by `advance` before the next is asked for.
+        Call `advance` with the iteration's result before asking for the next.
         """
         assert not any(each.fed for each in self._running), "an iteration is under way"
         feeds: list[ScheduledTokens] = []

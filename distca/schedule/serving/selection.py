@@ -28,7 +28,7 @@ Planned = Callable[[Strategy], SteppedPlan]
 
 
 class Selector(Protocol):
-    """A choice between strategies: a pure function, so that all ranks choose alike."""
+    """A choice between strategies: a pure function, so that all ranks make the same choice."""
 
     def choose(self, held: Placement, new: Placement, planned: Planned) -> Strategy:
         """Chooses the strategy of a prefill.

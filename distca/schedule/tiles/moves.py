@@ -105,8 +105,8 @@ def balance(
         config: tolerance, cost model, shape, links and bounds.
         traffic: seconds that each rank's link is busy with these tasks, `[ranks]`.
         buffered: bytes that each server receives to compute them, `[ranks]`.
-        busy: seconds in which each server computes something else, which cannot move, `[ranks]`;
-            None: none does.
+        busy: seconds in which each server computes something else, which cannot move, `[ranks]`,
+            or None.
         pools: number of each server's pool, from 0 on, int64 `[ranks]`: tiles move inside a pool
             alone, and each has a target of its own. None: there is one.
     """

@@ -106,7 +106,7 @@ class _Family:
         mask: attention mask of all.
         parents: see `Plan.parents`.
         prefix: first tokens of each that have no queries, most often its parent's, int64
-            `[documents]`; None: there are none.
+            `[documents]`, or None.
         query_shift: see `Plan.query_shift`.
     """
 
@@ -317,8 +317,8 @@ def move_tiles(
     Args:
         plan: a valid plan.
         config: configuration of the scheduler.
-        busy: seconds in which each server computes something else, which cannot move, `[ranks]`;
-            None: none does.
+        busy: seconds in which each server computes something else, which cannot move, `[ranks]`,
+            or None.
         pools: number of each server's pool, from 0 on, int64 `[ranks]`: tiles move inside a pool
             alone. None: there is one.
     """

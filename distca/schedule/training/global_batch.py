@@ -408,7 +408,7 @@ class GlobalBatchPlanner:
 
     @cached_property
     def _server_pools(self) -> ServerPools | None:
-        """The server pools; None: there are none."""
+        """The server pools, or None."""
         size = self.options.pool_size
         if size is None:
             return None
@@ -441,7 +441,8 @@ class GlobalBatchPlanner:
     def _stage_config(self) -> ScheduleConfig:
         """Configuration of the scheduler that plans over the ranks of a stage.
 
-        A micro-batch is placed alike in all stages, so a rank has the mean speed of its servers.
+        A micro-batch has the same placement in all stages, so a rank has the mean speed of its
+        servers.
         """
         if self.config.server_speeds is None:
             return self.config

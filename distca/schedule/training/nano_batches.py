@@ -116,8 +116,8 @@ class NanoPlan:
             `SplitDocument.earlier` has their tokens. Ping's follow.
         borrows_from_ping: whether pong continues ping's last document.
         from_ping: of trees, who owns ping's tokens that pong has as a cached prefix: pieces of
-            ping's plan; None: there are none.
-        lends: number of the document with which a later micro-batch goes on; None: there is none.
+            ping's plan, or None.
+        lends: number of the document with which a later micro-batch goes on, or None.
     """
 
     plan: Plan

@@ -23,7 +23,7 @@ class PlannerWithStats:
         calls: calls of core attention in a tick of each direction with each mask, by pass.
         backward: how the backward pass gets its inputs.
         head_parallel: ranks of a server, which share heads.
-        bound: bound of a step's memory, with server pools; None: there is none.
+        bound: bound of a step's memory, with server pools, or None.
     """
 
     planner: GlobalBatchPlanner

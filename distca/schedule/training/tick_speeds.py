@@ -37,7 +37,7 @@ _LONG = 16_384
 class LinearWork:
     """Linear layers of a token beside a layer's core attention, in visible pairs that take as long.
 
-    All operations count alike, whatever their rate.
+    All operations count the same, whatever their rate.
 
     Attributes:
         layer: pairs for the linear layers of one layer.

@@ -113,7 +113,7 @@ def plan_trees(
         masks: masks of the layers.
         ranks: ranks of a stage, which divide the tokens with queries.
         cached: placement of the cached tokens, which begin the first tree's first path and have
-            keys but no queries; None: there are none.
+            keys but no queries, or None.
     """
     paths, own = trees.paths, int(trees.own_lengths.sum())
     lengths, prefix = paths.lengths, paths.prefix.copy()

@@ -23,7 +23,7 @@ def make_engine(
     Args:
         cluster: ranks, and how long they take.
         strategy: what gives a prompt its ranks; see `cdsp.strategies`.
-        rates: improvement rates by load, which strategies that go by no load ignore.
+        rates: improvement rates by load; strategies that do not depend on load ignore them.
 
     Raises:
         ValueError: there is no such strategy.

@@ -216,7 +216,7 @@ class _Replica:
 
     @property
     def load(self) -> int:
-        """What new requests go by."""
+        """The load by which new requests are routed."""
         return _WAITING * (len(self.waiting) + len(self.loaded) + self.loading) + len(self.running)
 
 

@@ -81,7 +81,7 @@ def simulate_iteration(
         plan: plans of the iteration, with the masks of the model's layers.
         costs: costs of the layers.
         cost_model: seconds of tasks with the heads of a GPU; None: the cluster's own.
-        moves: bytes of keys and values that change their rank in each layer; None: none do.
+        moves: bytes of keys and values that change their rank in each layer, or None.
 
     Returns:
         The ranks afterwards: `clock` says when each has ended, and `sent` what it has sent.

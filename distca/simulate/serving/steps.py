@@ -267,7 +267,7 @@ def simulate_step(
         costs: costs of the layers.
         cost_model: seconds of tasks with the heads of a GPU; None: the cluster's own.
         recording: keep spans for `save_trace`.
-        moves: bytes of keys and values that change their rank in each layer; None: none do.
+        moves: bytes of keys and values that change their rank in each layer, or None.
 
     Returns:
         The step until the logits of each sequence's last token; its memory is that of weights,
@@ -312,7 +312,7 @@ def run_layers(
         own: tokens of each rank, `[ranks]`.
         layers: for each layer costs of its attention, part by part.
         answered: tokens of each rank whose logits are computed, `[ranks]`.
-        moves: bytes of keys and values that change their rank in each layer; None: none do.
+        moves: bytes of keys and values that change their rank in each layer, or None.
     """
     pre, post = costs.pre_seconds(own), costs.post_seconds(own)
     moved = None if moves is None else costs_of(moves, costs.links)

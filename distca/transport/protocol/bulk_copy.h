@@ -15,7 +15,7 @@
 
 namespace distca {
 
-// The engine copies multiples of so many bytes, at such multiples.
+// The engine copies multiples of this number of bytes, at addresses that are multiples of it.
 constexpr Word kBulkUnit = 16;
 
 // Bytes of a slot, and slots: 40 KiB of the 48 that a kernel may have as static shared memory.

@@ -14,7 +14,7 @@ namespace distca {
 // Bytes of a message that are copied at a time. On a GPU thread blocks copy parts side by side.
 constexpr Word kPartBytes = 1 << 16;
 
-// Interval at which a waiting sender checks whether it is told to end.
+// Interval at which a waiting sender checks whether it must end.
 constexpr std::chrono::milliseconds kSlice{100};
 
 class Channel {

@@ -3,8 +3,8 @@
 * who prefills: `chunks.py` has Algorithms 1 to 3, `groups.py` the choice of ranks, `strategies.py`
   what these are compared with, `growing.py` what the scheduler calls, `pieces.py` chunks cut
   between blocks;
-* what they go by: `latency.py` seconds of a prefill, `published.py` those of the paper, `load.py`
-  improvement rates by arrivals.
+* what they depend on: `latency.py` seconds of a prefill, `published.py` those of the paper,
+  `load.py` improvement rates by arrivals.
 
 All are pure functions of values.
 """

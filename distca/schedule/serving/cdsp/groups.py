@@ -2,7 +2,7 @@
 
 `Groups` is of one moment: it knows the seconds for which each rank is still taken, and remembers
 the groups that it was asked for, since the search for chunks asks for the same ones again and
-again. It may: seconds pass for all ranks alike, so that the order of ranks stays what it was.
+again. This is valid: the same seconds pass for all ranks, so the order of ranks stays the same.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ PREFILL_STRATEGIES: dict[str, GroupStrategy] = {
 """What is compared, by name."""
 
 LOAD_AWARE = ("single-chunk", "cdsp")
-"""Those that go by an improvement rate."""
+"""Strategies that depend on an improvement rate."""
 
 
 def strategy_of(name: str) -> GroupStrategy:

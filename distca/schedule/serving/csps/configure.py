@@ -8,10 +8,10 @@ layers together. There is nothing left to train, and the choice is for the promp
 
 A layer's options are those of Appendix B, with its formula put right: a share `p` of level 1 is
 dropped, in steps of .02, and beyond it `1 - p` is halved from level to level, or kept as it is,
-which with all levels alike is the paper's smaller number of levels. Beside them are ratios at which
-each head drops, in each level, equally little of its attention: the paper's trend, by which layers
-of more concentrated scores drop more, taken from the masses themselves. Micro-partitions are those
-of a level, the same in all layers.
+which, with equal ratios in all levels, is the paper's smaller number of levels. Beside them are
+ratios at which each head drops, in each level, equally little of its attention: the paper's trend,
+by which layers of more concentrated scores drop more, taken from the masses themselves.
+Micro-partitions are those of a level, the same in all layers.
 """
 
 from __future__ import annotations

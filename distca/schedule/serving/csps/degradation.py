@@ -268,10 +268,10 @@ def _floor(values: Floats) -> float:
 
 
 def _weights(columns: Floats, values: Floats) -> Floats:
-    """Weights of masses and squares in each group of layers, as far as they are told apart.
+    """Weights of masses and squares in each group of layers, as far as measurements separate them.
 
-    They are drawn to those of all layers alike: else a group that was measured little could have
-    weights of 0, and a configurator would drop all that it has.
+    They are drawn to weights that all layers share: else a group that was measured little could
+    have weights of 0, and a configurator would drop all that it has.
     """
     alike = columns.reshape(len(columns), -1, 2).sum(axis=1)
     of_all = nonnegative_least_squares(alike, values, np.zeros(2), 0.0)
