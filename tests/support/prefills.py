@@ -232,7 +232,7 @@ class Reader:
             assert each.transfer not in self.ended, "a prompt ended twice"
             self.ended[each.transfer] = each.failure
 
-    def until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
+    def until(self, done: Callable[[], bool], seconds: float = 180.0) -> None:
         """Reads what comes until something holds."""
         due = time.monotonic() + seconds
         while not done():

@@ -179,7 +179,7 @@ def vllm_serve(folder: Path, address: str, port: int, log: Path, *flags: str) ->
     flags = ("--kv-transfer-config", connector(address, distca_connect_seconds=1), *flags)
     with started(serve_command(folder, port, *flags), log) as process:
         url = f"http://127.0.0.1:{port}"
-        due = time.monotonic() + 400
+        due = time.monotonic() + 900
         while True:
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < due, log.read_text()[-4000:]

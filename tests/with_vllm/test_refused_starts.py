@@ -301,7 +301,7 @@ def printed(command: list[str]) -> list[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode, done.stdout
     return done.stdout.rstrip().splitlines()
