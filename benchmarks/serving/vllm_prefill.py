@@ -69,6 +69,17 @@ def draw(count: int, long: float, longest: int, rate: float, seed: int) -> list[
     return [Asked(each.seconds, text(each.prompt), each.answer) for each in drawn]
 
 
+def transfer_config(address: str) -> dict[str, Any]:
+    """What `--kv-transfer-config` says, with the address of the prefill ranks."""
+    return {
+        "kv_connector": "DistCAConnector",
+        "kv_connector_module_path": "distca.vllm",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"distca_address": address, "distca_min_tokens": MIN_TOKENS},
+    }
+
+
 def vllm_command(folder: str, address: str | None) -> list[str]:
     """Returns the command of `vllm serve`.
 
@@ -83,16 +94,8 @@ def vllm_command(folder: str, address: str | None) -> list[str]:
     command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--port", "{port}"]
     command += ["--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
     if address is not None:
-        extra = {"distca_address": address, "distca_min_tokens": MIN_TOKENS}
-        config = {
-            "kv_connector": "DistCAConnector",
-            "kv_connector_module_path": "distca.vllm",
-            "kv_role": "kv_consumer",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
         # `Server` puts the port between braces.
-        text = json.dumps(config).replace("{", "{{").replace("}", "}}")
+        text = json.dumps(transfer_config(address)).replace("{", "{{").replace("}", "}}")
         command += ["--kv-transfer-config", text]
     return command
 
