@@ -8,6 +8,7 @@ table.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -147,10 +148,21 @@ def beside_servers(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., An
                 run.start_watch()
                 _serve(run, args, run.processes)
         answer = theirs(*given, **named)
+        atexit.register(end_process_groups)
         run.start_watch()
         return answer
 
     return initialize_distributed
+
+
+def end_process_groups() -> None:
+    """Ends all process groups while the interpreter still runs.
+
+    A thread of gloo that frees a tensor while the interpreter ends aborts the process, and torchrun
+    calls a finished job failed. Megatron-LM leaves its groups to the interpreter.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _serve(run: LoopRun, args: Namespace, processes: Processes) -> NoReturn:
