@@ -279,6 +279,7 @@ def test_plans_of_tiles_beside_what_megatron_has() -> None:
             best(key, "hybrid-cp"),
             best(key, "wlb-llm"),
             stored[key, "tiles", "-"],
+            best(key, "dynamic-cp"),
         ]
         for key in names.values()
     ]
@@ -291,6 +292,11 @@ def test_plans_of_tiles_beside_what_megatron_has() -> None:
     assert f"{said.format(least, most, low, high)} {tiles[0]} to {tiles[1]} with fewer" in index
     # Fewer than with its best limit, and where documents are least shared, more.
     assert all(float(c[5][8]) < float(c[3][8]) for c in chosen)
+    more = [float(c[6][8]) / float(c[5][8]) for c in chosen]
+    assert (
+        f"dynamic CP, of Megatron's branch dev, at {ranges[6][0]} to {ranges[6][1]} with "
+        f"{min(more):.1f} to {max(more):.1f} times the bytes of `tiles`:"
+    ) in index
 
 
 def gain(one: str, other: str, rows: Sequence[Mapping[str, str]]) -> str:
