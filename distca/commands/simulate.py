@@ -65,6 +65,7 @@ from distca.simulate import (
     simulate,
 )
 from distca.simulate.cluster import Cluster
+from distca.simulate.dynamic import DYNAMIC
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import divisions
 from distca.simulate.speed_up import enough_batches
@@ -200,8 +201,9 @@ def build_parser() -> Parser:
         help="What to compare: plain is Megatron without context parallelism, cp-p2p, cp-a2a and "
         "cp-a2a+p2p with that --cp-comm-type, per-document-cp with all_gather, wlb-llm WLB-LLM, "
         "wlb-llm-paper as the paper ran it; greedy and tiles are DistCA with that scheduler. "
-        "hybrid-cp asks megatron-core's own scheduler, if that is installed. Default: all but "
-        "greedy and wlb-llm-paper.",
+        "hybrid-cp asks megatron-core's own scheduler, if that is installed. dynamic-cp has the "
+        "rules of Megatron-LM's branch dev, commit d48bd6be. Default: all but greedy and "
+        "wlb-llm-paper.",
         metavar="NAME",
     )
     search.add_argument(
@@ -328,12 +330,13 @@ def _cluster_of(args: argparse.Namespace) -> Cluster:
 
 def _systems() -> list[str]:
     """What is compared by default; without megatron-core all but what asks it."""
+    others = DYNAMIC, "wlb-llm", "tiles"
     try:
         find_balanced_scheduler()
     except ImportError as error:
         sys.stderr.write(f"distca simulate: left out, as {error}\n")
-        return [*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles"]
-    return [*MEGATRON, "wlb-llm", "tiles"]
+        return [*(name for name in MEGATRON if name != HYBRID), *others]
+    return [*MEGATRON, *others]
 
 
 def _check_outputs(args: argparse.Namespace) -> None:

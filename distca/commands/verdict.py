@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload
+from distca.simulate.dynamic import DYNAMIC
 from distca.simulate.flags import (
     megatron_flags,
     sequences_of_a_window,
@@ -24,6 +25,7 @@ TITLES = {
     "cp-a2a+p2p": "context parallel, a2a+p2p",
     "per-document-cp": "context parallel, all-gather",
     HYBRID: "hybrid context parallel",
+    DYNAMIC: "dynamic context parallel",
     "wlb-llm": "WLB-LLM, ideal",
     "wlb-llm-paper": "WLB-LLM as in the paper",
     "greedy": "DistCA, greedy",

@@ -11,6 +11,8 @@ gradients, pipeline stages for activations.
 * **per-document-cp**: the same with an all-gather (`all_gather`).
 * **hybrid-cp**: Megatron's hybrid context parallelism, which has rounds instead of bins: see
   `distca.simulate.hybrid`.
+* **dynamic-cp**: the dynamic context parallelism of Megatron's branch dev, which chooses groups for
+  each micro-batch: see `distca.simulate.dynamic`.
 * **wlb-llm**: WLB-LLM in its ideal form: variable-length bins of equal work over all micro-batches
   and replicas, as large as memory allows. Work means forward and backward seconds of attention,
   linear layers, collectives and the output layer, since the last stage is the slowest.
@@ -32,16 +34,17 @@ from distca.schedule import most_in_flight_of_1f1b
 from distca.simulate.bins import PACKED_BY_WORK, RINGS, BaselineLayout, Bins
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
-from distca.simulate.hybrid import HYBRID, plan_hybrid, simulate_hybrid
+from distca.simulate.dynamic import DYNAMIC, DynamicBins
+from distca.simulate.hybrid import HYBRID, no_plan, plan_hybrid, simulate_hybrid
 from distca.simulate.layer_mean import LayerMean
 from distca.simulate.one_f_one_b import Passes, in_best_order, one_f_one_b
 from distca.simulate.outcome import Outcome
 
 MEGATRON = ("plain", *RINGS, "per-document-cp", HYBRID)
 """Baselines that every user of Megatron has; the last one asks megatron-core's own scheduler."""
-WITHOUT_WINDOWS = (*RINGS, HYBRID)
+WITHOUT_WINDOWS = (*RINGS, HYBRID, DYNAMIC)
 """Baselines that have no sliding windows."""
-BASELINES = (*MEGATRON, "wlb-llm", "wlb-llm-paper")
+BASELINES = (*MEGATRON, DYNAMIC, "wlb-llm", "wlb-llm-paper")
 
 
 def simulate_baseline(
@@ -79,11 +82,21 @@ def simulate_baseline(
         ranks = layout.data_parallel * layout.context_parallel
         rounds = plan_hybrid(lengths, ranks, layout.context_parallel, costs.shape)
         return simulate_hybrid(lengths, ranks, rounds, costs, attention)
-    bins = Bins.of(name, lengths, layout, costs, attention)
-    if name in PACKED_BY_WORK:
-        bins = in_best_order(bins, layout, costs)
-    stages = [Passes.of(bins, layout, costs, stage) for stage in range(layout.stages)]
-    ends = one_f_one_b(stages, bins, layout, costs)
+    if name == DYNAMIC:
+        if layout.micro_batches > 1:
+            raise ValueError(f"{DYNAMIC} chooses its number of micro-batches itself")
+        packed = DynamicBins.of(lengths, layout, costs, attention)
+        if packed is None:
+            servers = layout.stages * layout.data_parallel * layout.context_parallel
+            return no_plan(int(lengths.sum()), servers, costs)
+        bins, layout, stages = packed.bins, packed.layout, packed.passes
+        ends = one_f_one_b(stages, bins, layout, costs, packed.groups)
+    else:
+        bins = Bins.of(name, lengths, layout, costs, attention)
+        if name in PACKED_BY_WORK:
+            bins = in_best_order(bins, layout, costs)
+        stages = [Passes.of(bins, layout, costs, stage) for stage in range(layout.stages)]
+        ends = one_f_one_b(stages, bins, layout, costs)
     replicas = layout.data_parallel * layout.context_parallel
     seconds = 0.0
     layers, shared = costs.model.layers // layout.stages, bins.shared

@@ -23,6 +23,7 @@ from distca.plan.span import Floats, Int64s
 from distca.simulate.baselines import BASELINES
 from distca.simulate.bins import GATHERED, VARIABLE, BaselineLayout, Bins, keeps
 from distca.simulate.costs import ModelCosts
+from distca.simulate.dynamic import DYNAMIC
 from distca.simulate.few_parts import (
     break_down_few_parts,
     few_parts,
@@ -120,6 +121,8 @@ class Bounds:
         layout = layout_of(candidate)
         if candidate.system == HYBRID:
             return self._hybrid(layout, costs)
+        if candidate.system == DYNAMIC:
+            return self._dynamic(layout, costs)
         if candidate.system in VARIABLE:
             return self._variable(candidate.system, layout, costs)
         return self._in_turn(candidate.system, layout, costs)
@@ -169,6 +172,16 @@ class Bounds:
             seconds = size * (passes.forward + passes.backward)[:, 0]
             least = np.where(needed <= size, np.minimum(least, seconds), least)
         return float(least.sum() / ranks)
+
+    def _dynamic(self, layout: BaselineLayout, costs: ModelCosts) -> float:
+        """Bound of one micro-batch in which all ranks have equal shares, and nothing is sent."""
+        ranks = layout.data_parallel * layout.context_parallel
+        tokens = np.array([self._tokens / ranks])
+        attention = np.array([self._pairs.sum() * pair_seconds(costs) / ranks])
+        bins = _evenly(DYNAMIC, tokens, attention, Group(1, 1, ranks), costs)
+        alone = BaselineLayout(layout.stages, 0, 1, 1)
+        last = Passes.of(bins.select(np.zeros((1, 1), int)), alone, costs, layout.stages - 1)
+        return float((last.forward + last.backward).sum())
 
     def least_memory(self, candidate: Candidate) -> float:
         """Returns bytes that a GPU needs at least where a few parts stand for an iteration, which

@@ -63,7 +63,7 @@ def simulate_hybrid(
         attention: forward seconds of tasks.
     """
     if planned is None:
-        return _no_plan(int(lengths.sum()), ranks, costs)
+        return no_plan(int(lengths.sum()), ranks, costs)
     placement = planned.plan.placement
     pairs = np.unique(placement.document * ranks + placement.rank)
     document, rank = pairs // ranks, pairs % ranks
@@ -102,7 +102,8 @@ def simulate_hybrid(
     )
 
 
-def _no_plan(tokens: int, ranks: int, costs: ModelCosts) -> Outcome:
+def no_plan(tokens: int, ranks: int, costs: ModelCosts) -> Outcome:
+    """Returns the outcome of an iteration for which Megatron makes no plan."""
     never, zeros = np.full(ranks, np.inf), np.zeros(ranks)
     gpus = ranks * costs.tensor_parallel
     return Outcome(

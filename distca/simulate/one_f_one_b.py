@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distca.plan.span import Floats
+from distca.plan.span import Floats, Int64s
 from distca.simulate.bins import BaselineLayout, Bins
 from distca.simulate.costs import ModelCosts
 
@@ -64,6 +64,14 @@ class Passes:
             passes.append(together)
         return Passes(passes[0], passes[1], np.asarray(computed), np.asarray(waited))
 
+    def with_experts(self, layout: BaselineLayout, costs: ModelCosts) -> Passes:
+        """Returns the passes of replicas that wait for those that share their experts."""
+        both = self.forward, self.backward
+        together = [_slowest_with_its_experts(each, layout, costs) for each in both]
+        more = sum((a - b).sum(axis=1) for a, b in zip(together, both, strict=True))
+        waited = self.waited + np.repeat(more, layout.context_parallel)
+        return Passes(together[0], together[1], self.computed, waited)
+
 
 def _slowest_with_its_experts(seconds: Floats, layout: BaselineLayout, costs: ModelCosts) -> Floats:
     """Returns the seconds of the slowest replica among those that share its experts.
@@ -100,8 +108,18 @@ def one_f_one_b(
     bins: Bins,
     layout: BaselineLayout,
     costs: ModelCosts,
+    groups: Int64s | None = None,
 ) -> list[Floats]:
-    """Runs the pipelines; returns when each replica's stages end, `[replicas]` each."""
+    """Runs the pipelines; returns when each replica's stages end, `[replicas]` each.
+
+    Args:
+        passes: seconds of each stage's passes.
+        bins: what the replicas run.
+        layout: division of the servers.
+        costs: costs of the model on the cluster.
+        groups: number below `replicas` of the group with which each replica enters a micro-batch,
+            int64 `[replicas, micro-batches]`; None: each enters alone.
+    """
     stages, micro_batches = layout.stages, layout.micro_batches
     ranks = layout.data_parallel * layout.context_parallel
     crosses = ranks >= costs.cluster.links(costs.tensor_parallel).ranks_per_node
@@ -119,6 +137,10 @@ def one_f_one_b(
                     if (other, forward, number) not in done:
                         break
                     start = np.maximum(start, done[other, forward, number] + message[:, number])
+                if groups is not None:
+                    together = np.zeros_like(start)
+                    np.maximum.at(together, groups[:, number], start)
+                    start = together[groups[:, number]]
                 mine = passes[stage]
                 end = start + (mine.forward if forward else mine.backward)[:, number]
                 clocks[stage] = done[stage, forward, number] = end

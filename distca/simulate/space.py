@@ -15,6 +15,7 @@ from distca.plan.span import Int64s
 from distca.schedule import document_loads, most_in_flight_of_1f1b
 from distca.simulate.baselines import BASELINES, WITHOUT_WINDOWS
 from distca.simulate.bins import GATHERED, PACKED_BY_WORK, keeps
+from distca.simulate.dynamic import DYNAMIC
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.layer_mean import LayerMean
 from distca.simulate.variants import divisors, with_fewer_in_flight, with_uneven_micro_batches
@@ -68,6 +69,9 @@ def divisions(
                 continue
             if system == HYBRID and (pp > 1 or hybrid_refusal(servers, workload)):
                 continue
+            if system == DYNAMIC and servers // pp % 2:
+                # Megatron has it for an even number of ranks.
+                continue
             groups = divisors(servers // pp) if system in BASELINES[1:] else [1]
             # WLB-LLM's bins hold documents of any sequence, so they may be smaller than one.
             most = workload.sequences * (_MOST_BINS if system in PACKED_BY_WORK else 1)
@@ -78,7 +82,7 @@ def divisions(
                 for apart in _all_to_alls(system, cp, heads)
                 for number in divisors(most)
                 # Fewer micro-batches than stages leave most of a pipeline idle.
-                if number <= most_micro_batches and (pp == 1 or number >= pp)
+                if number <= most_micro_batches and (pp == 1 or number >= pp or system == DYNAMIC)
                 if _fills(system, workload, pp, servers // pp // cp, cp, number)
             ]
     if system == "wlb-llm-paper" and tuple(stages) == (1,):
@@ -112,8 +116,9 @@ def _fills(
         return workload.sequences // micro_batches * workload.context % (2 * data) == 0
     if workload.sequences * workload.context % (data * context * micro_batches):
         return False
-    if system == HYBRID:
-        # `context` is how many ranks the longest document has: a power of two.
+    if system in (HYBRID, DYNAMIC):
+        # `context` is how many ranks the longest document has: a power of two. Both choose the
+        # number of rounds or micro-batches themselves.
         return micro_batches == 1 and context & (context - 1) == 0
     if system == "wlb-llm-paper":
         # At most one bin a sequence, and one micro-batch without a pipeline.
@@ -175,8 +180,8 @@ def least_memory(candidate: Candidate, workload: Workload) -> float:
     if candidate.system in GATHERED:
         others = max(keeps(candidate.system, costs) * candidate.context - 1, 0)
         kept += tokens * others * costs.shape.kv_row_bytes
-    if candidate.system == HYBRID:
-        # Rounds keep one document, of which the batch may have none as long as a sequence.
+    if candidate.system in (HYBRID, DYNAMIC):
+        # The batch may have no document as long as a sequence.
         kept = 0.0
     layers = workload.model.layers // candidate.stages
     return in_flight * layers * kept + costs.state_bytes(

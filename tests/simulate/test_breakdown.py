@@ -23,6 +23,7 @@ CONFIGURATIONS = (
     Candidate("cp-p2p", 1, 1, 1, 8, 4),
     Candidate("plain", 1, 2, 4, 1, 1),
     Candidate("hybrid-cp", 1, 1, 2, 4, 1),
+    Candidate("dynamic-cp", 1, 2, 2, 2, 1),
 )
 """System, TP, PP, DP, CP and micro-batches."""
 
@@ -38,7 +39,7 @@ def test_parts_add_up_to_the_iteration(candidate: Candidate, job: str) -> None:
         pytest.importorskip("megatron.core")
         if job == "latents":
             pytest.skip("Megatron-LM's hybrid context parallelism has no latents")
-    if job == "windows" and candidate.system in ("cp-p2p", "hybrid-cp"):
+    if job == "windows" and candidate.system in ("cp-p2p", "hybrid-cp", "dynamic-cp"):
         pytest.skip("rings have no windows")
     if job == "experts" and candidate.pool_size is not None:
         pytest.skip("server pools have no experts")
