@@ -34,7 +34,7 @@ def sample(step: int, vocabulary: int) -> tuple[list[Rollout], list[float]]:
             # The tokens of the prompt are not trained.
             weights = torch.cat([torch.zeros(PROMPT), torch.ones(length)])
             rollouts.append(Rollout(torch.cat([prompt, response]), weights))
-        advantages += ((rewards - rewards.mean()) / rewards.std()).tolist()
+        advantages += ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
     return rollouts, advantages
 
 

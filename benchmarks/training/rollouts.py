@@ -329,7 +329,7 @@ def page(cases: Sequence[Case], command: str, run: str) -> str:
         *("shared out", "ideal", "one by one over shared out", "whole trees over shared out"),
         *("of the ideal", "of the ideal, nothing sent", "MB sent"),
     )
-    rounds = len(cases[0].seconds[0])
+    rounds = " or ".join(map(str, sorted({len(case.seconds[0]) for case in cases})))
     return (
         "# Rollouts that share tokens\n\n"
         f"`{command}`: CPU seconds of the busiest rank in a step, forward and backward, medians of "
@@ -339,8 +339,9 @@ def page(cases: Sequence[Case], command: str, run: str) -> str:
         "slow each other down. In brackets the least and the greatest share of the ideal of any "
         "round. *Nothing sent*: the same plan without exchanges. What is missing there to 1 is "
         "uneven work, smaller kernel calls, merges, and copies of keys. The rest is exchanges: "
-        "processes of one machine spend CPU seconds on them, GPUs do not. *MB sent*: by the "
-        f"rank that sends most. Only width {_NARROW} has one by one and whole trees.\n\n"
+        "processes of one machine spend CPU seconds on them, also on polling while a rank waits. "
+        f"*MB sent*: by the rank that sends most. Only width {_NARROW} has one by one and whole "
+        "trees.\n\n"
         + pages.table(head, rows)
         + f"\n\nMeasured on {run}, beside other work. The line below dates this table."
     )

@@ -63,6 +63,8 @@ _CHARGES = {
     "copy_efficiency": "Share of the memory's speed that copies reach, above 0.",
     "interference": "Share of compute that an exchange takes while it is under way, below 1.",
 }
+_MOST_GPUS = 65536
+"""Most GPUs that are simulated."""
 
 
 def add_model_flags(parser: Parser, training: bool = False) -> Group:
@@ -337,6 +339,25 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
             f"{cluster.peak_tflops:g}: give another --attention-tflops or --peak-tflops"
         )
     return cluster
+
+
+def check_gpus(gpus: int, cluster: Cluster) -> None:
+    """Checks the GPUs of a job.
+
+    Args:
+        gpus: their number.
+        cluster: cluster that they are in.
+
+    Raises:
+        ValueError: there are more than a search ends for, or parts of nodes.
+    """
+    of_node = cluster.gpus_per_node
+    if gpus > _MOST_GPUS:
+        raise ValueError(f"--gpus {gpus}: give at most {_MOST_GPUS}")
+    if gpus > of_node and gpus % of_node:
+        raise ValueError(
+            f"--gpus {gpus} are no whole nodes of {of_node}: give a multiple, or --gpus-per-node"
+        )
 
 
 def _charges(args: argparse.Namespace) -> Charges:

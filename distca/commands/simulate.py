@@ -26,6 +26,7 @@ from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
     add_model_flags,
+    check_gpus,
     cluster_of,
     flag_of,
     model_of,
@@ -76,8 +77,6 @@ _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
 _OF_DISTCA = ("tolerance", "finalists", "latent_rows", "exchanges")
 """Flags that say nothing of other systems."""
-_MOST_GPUS = 65536
-"""Most GPUs that are simulated."""
 _MOST_PROCESSES = 8
 """Bound on the processes that simulate: as many iterations run at a time."""
 _DESCRIPTION = """\
@@ -290,7 +289,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
         args.expert_model_parallel_size,
         args.latent_rows,
     )
-    _check_gpus(workload)
+    check_gpus(workload.gpus, workload.cluster)
     _check_divides(args, workload)
     batches = _batches(args)
     choices, parts = _advise(args, workload, batches)
@@ -401,17 +400,6 @@ def _parts(choices: Sequence[Choice], trials: Trials) -> dict[str, Breakdown]:
         for choice in (best, peer)
         if choice and choice.candidate
     }
-
-
-def _check_gpus(workload: Workload) -> None:
-    """Refuses more GPUs than a search ends for, and parts of nodes."""
-    gpus, of_node = workload.gpus, workload.cluster.gpus_per_node
-    if gpus > _MOST_GPUS:
-        raise ValueError(f"--gpus {gpus}: give at most {_MOST_GPUS}")
-    if gpus > of_node and gpus % of_node:
-        raise ValueError(
-            f"--gpus {gpus} are no whole nodes of {of_node}: give a multiple, or --gpus-per-node"
-        )
 
 
 def _check_divides(args: argparse.Namespace, workload: Workload) -> None:

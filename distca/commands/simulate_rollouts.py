@@ -17,6 +17,7 @@ from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
     add_model_flags,
+    check_gpus,
     cluster_of,
     flag_of,
     model_of,
@@ -144,12 +145,12 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--seed {args.seed} must not be negative")
     if min(args.tensor_model_parallel_sizes) < 1:
         raise ValueError("--tensor-model-parallel-sizes: every size must be at least 1")
+    cluster = cluster_of(args)
+    check_gpus(args.gpus, cluster)
     numbers = (args.prompt, args.responses, args.response, args.groups, args.spread)
     batches = [draw_groups(*numbers, args.seed + n) for n in range(args.batches)]
     context, packed = one_by_one(batches, args.gpus)
-    workload = Workload(
-        model_of(args), cluster_of(args), args.gpus, context, len(packed[0]), _TOLERANCE
-    )
+    workload = Workload(model_of(args), cluster, args.gpus, context, len(packed[0]), _TOLERANCE)
     if workload.model.experts is not None:
         raise ValueError("models with experts are not simulated on rollouts: give another --model")
     rows = compare(batches, workload, packed, args.tensor_model_parallel_sizes, args.systems)

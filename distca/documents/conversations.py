@@ -10,7 +10,6 @@ completion makes a conversation: the prompt's messages, and then its own.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,9 @@ import numpy as np
 from distca.documents.chat import ChatTokenizer, Message
 from distca.documents.document_list import TokenSource
 from distca.plan.span import Floats, Int64s
+
+_MOST_WEIGHT = 1e30
+"""Weight of a completion at most, so that sums of weights stay finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,10 @@ def _completed(read: dict[str, Any]) -> Iterator[tuple[list[Message], float]]:
         raise ValueError(f"'weights' is no list of {len(completions)} numbers, as completions are")
     for number, (completion, weight) in enumerate(zip(completions, weights, strict=True), start=1):
         known = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not known or not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weight {number} is {weight!r}: give a finite number, 0 or more")
+        if not known or not 0 <= weight <= _MOST_WEIGHT:
+            raise ValueError(
+                f"weight {number} is {weight!r}: give a number from 0 to {_MOST_WEIGHT:g}"
+            )
         yield (
             [*prompt, *_as_messages(completion, "assistant", f"completion {number}")],
             float(weight),

@@ -39,7 +39,12 @@ _LONGEST_IN_SEQUENCE = 4
 """Rollouts as long as the longest that a sequence has room for."""
 _FILLER = 256
 """Tokens of the documents that fill sequences up: so few have hardly any attention."""
+_MOST_FILLERS = 4096
+"""Documents that fill a sequence up at most; where it lacks more tokens they are longer."""
 _MOST_SPREAD = 3.0
+_MOST_TOKENS, _MOST_ROLLOUTS = 1 << 27, 1 << 20
+"""Tokens of a rollout and rollouts of a batch at most: pairs stay within 64 bits, and lists within
+memory."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,17 @@ def draw_groups(
         seed: another seed draws other lengths.
 
     Raises:
-        ValueError: a number is below 1, or the spread is negative.
+        ValueError: a number is out of range, or a rollout is too long.
     """
     numbers = {"prompt": prompt, "responses": responses, "response": response, "groups": groups}
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} {number}: give at least 1")
+    if groups * responses > _MOST_ROLLOUTS:
+        raise ValueError(f"{groups * responses:,} rollouts: give at most {_MOST_ROLLOUTS:,}")
+    too_long = f"rollouts have more than {_MOST_TOKENS:,} tokens: give less"
+    if prompt + response > _MOST_TOKENS:
+        raise ValueError(too_long)
     if not 0 <= spread <= _MOST_SPREAD:
         raise ValueError(f"spread {spread}: give 0 to {_MOST_SPREAD:g}")
     random = np.random.default_rng(seed)
@@ -96,6 +106,8 @@ def draw_groups(
         return np.maximum(np.round(mean * factors), 1).astype(int).tolist()  # type: ignore[no-any-return]
 
     prompts, answers = lengths(prompt, groups), lengths(response, groups * responses)
+    if max(prompts) + max(answers) > _MOST_TOKENS:
+        raise ValueError(too_long)
     return [
         Group(each, tuple(answers[n * responses : (n + 1) * responses]))
         for n, each in enumerate(prompts)
@@ -144,8 +156,9 @@ def _into(lengths: Sequence[int], sequences: int) -> list[list[int]]:
 def _filled(lengths: Sequence[int], context: int) -> Int64s:
     """Returns documents with short ones added that fill a sequence up."""
     left = context - sum(lengths)
-    short = [_FILLER] * (left // _FILLER)
-    short += [left % _FILLER] * (left % _FILLER > 0)
+    each = max(_FILLER, -(-left // _MOST_FILLERS))
+    short = [each] * (left // each)
+    short += [left % each] * (left % each > 0)
     return np.array([*lengths, *short], dtype=np.int64)
 
 

@@ -45,6 +45,19 @@ def test_groups_have_the_lengths_that_are_asked_for() -> None:
         draw_groups(1, 0, 1, 1)
     with pytest.raises(ValueError, match="spread -1: give 0 to 3"):
         draw_groups(1, 1, 1, 1, -1)
+    with pytest.raises(ValueError, match="10,000,000 rollouts: give at most 1,048,576"):
+        draw_groups(1, 1000, 1, 10_000)
+    for numbers in ((10**30, 1, 1, 1), (1 << 25, 9, 1 << 25, 9, 3.0)):
+        with pytest.raises(ValueError, match="rollouts have more than 134,217,728 tokens"):
+            draw_groups(*numbers)
+
+
+def test_few_long_rollouts_in_many_sequences_are_filled_up() -> None:
+    """Seven GPUs have seven sequences: five of them have no rollout."""
+    context, ((*sequences,),) = one_by_one([draw_groups(1 << 26, 1, 9, 2)], 7)
+    assert len(sequences) == 7
+    assert {int(each.sum()) for each in sequences} == {context}
+    assert max(map(len, sequences)) <= 4097
 
 
 def test_rollouts_one_by_one_fill_sequences() -> None:
