@@ -81,7 +81,7 @@ def read_index(checkpoint: Path) -> Metadata:
         with (checkpoint / ".metadata").open("rb") as file:
             return _load_index(file)
     except OSError as error:
-        raise ValueError(f"{checkpoint} is no whole checkpoint: {error}") from error
+        raise ValueError(f"{checkpoint} is not a whole checkpoint: {error}") from error
 
 
 def _load_index(file: BinaryIO) -> Metadata:
@@ -93,7 +93,7 @@ def _load_index(file: BinaryIO) -> Metadata:
             f"{name} is cut off or corrupt ({error}): give another checkpoint"
         ) from error
     if not isinstance(index, Metadata):
-        raise ValueError(f"{name} is no index of a checkpoint: give another one")
+        raise ValueError(f"{name} is not an index of a checkpoint: give another one")
     return index
 
 
@@ -123,8 +123,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _refusal(name: str, found: str) -> str:
     return (
-        f"{name} holds {found}, which only running code of it could make: checkpoints are read as "
-        "data; save it again without that where you trust it"
+        f"{name} holds {found}, which needs code of the checkpoint to run. Checkpoints are read as "
+        "data: save it again without that where you trust it"
     )
 
 

@@ -226,7 +226,7 @@ def _called_by_megatron() -> bool:
 
 
 def _is_megatrons(module: str) -> bool:
-    """Returns whether a module is Megatron's; so is the script, which may be Megatron-LM's own."""
+    """Returns whether a module is Megatron's, as is the script, which may be Megatron-LM's own."""
     return module == "__main__" or module.startswith("megatron.")
 
 

@@ -152,13 +152,13 @@ LOOP = (
         # Up to 0.17 the loop parses the flags, from 0.18 on the script.
         "megatron.training.*",
         "validate_args",
-        "ours checks our flags beside Megatron-LM's, and ends all ranks by one line",
+        "ours checks our flags and Megatron-LM's, and ends all ranks by one line",
         megatron_hooks.check_arguments,
     ),
     Hook(
         _INITIALIZE,
         "_initialize_distributed",
-        "ours gives Megatron-LM the processes with a model, beside which others only serve",
+        "ours gives Megatron-LM the processes with a model; the others only serve",
         megatron_hooks.beside_servers,
     ),
     Hook(
@@ -246,7 +246,7 @@ LOOP = (
     Hook(
         _TRAINING,
         "save_checkpoint",
-        "ours keeps the tokenizer beside checkpoints, and says why one cannot be saved",
+        "ours keeps the tokenizer with checkpoints, and says why one cannot be saved",
         megatron_checkpoints.explain_saving,
     ),
     Hook(

@@ -345,7 +345,6 @@ def weak_scaling(jobs: Rows) -> dict[str, list[float]]:
 
 
 def weak_scaling_page(jobs: Rows) -> str:
-    """The page on weak scaling."""
     rows = []
     for group in scaled_jobs(jobs):
         first, last = group[0], group[-1]
@@ -466,7 +465,6 @@ def mechanisms() -> list[Claim]:
 
 
 def claims_page() -> str:
-    """The page of all claims."""
     claims = [*first_figures(), *motivation(), *end_to_end(), *mechanisms()]
     cells = [[c.what, c.theirs, c.ours, c.ratio, c.source] for c in claims]
     head = ["claim", "paper", "here", "here / paper", "command, or where"]

@@ -117,7 +117,7 @@ def write(
         with writing(folder / f"{name}.png") as written:
             figure.savefig(written, dpi=80)
         lines += ["", f"![{report.title}]({name}.png)"]
-    # A page of which the code made a part anew has no mark: the rest is of older code.
+    # A page with only some parts made again has no mark: the rest is of older code.
     pages.write(folder / f"{name}.md", "\n".join(lines), None if in_part else __file__)
     print("\n".join(lines))
 

@@ -205,7 +205,7 @@ def _stored_rows(name: str) -> dict[tuple[str, ...], dict[str, Any]]:
 def _stored_command(name: str) -> str:
     """The command that made most figures of a stored table."""
     commands = re.findall(r"`(python benchmarks/cluster/paper.py .*?)`", _stored_page(name))
-    # A table of which a part was made anew names the older command last.
+    # A table with a part that was made again names the older command last.
     return str(commands[-1])
 
 

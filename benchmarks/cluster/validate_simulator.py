@@ -275,11 +275,11 @@ def report(
             for s in settings
         ),
         "",
-        f"The machine as measured: backward {machine.backward_over_forward:.2f} times forward, "
-        f"rows copied at {machine.copy_gb_per_s:.1f} GB/s, exchanges at "
-        f"{machine.network_gb_per_s:.2f} GB/s after {1e3 * machine.network_latency:.2f} ms, with "
-        f"{machine.charges.interference:.0%} of a core, all "
-        f"but core attention at {1e3 * machine.peak_tflops:.1f} GFLOP/s.",
+        f"Measured rates: the backward pass takes {machine.backward_over_forward:.2f} times as "
+        f"long as forward; copies reach {machine.copy_gb_per_s:.1f} GB/s; exchanges reach "
+        f"{machine.network_gb_per_s:.2f} GB/s after a latency of "
+        f"{1e3 * machine.network_latency:.2f} ms and take {machine.charges.interference:.0%} of a "
+        f"core; all but core attention runs at {1e3 * machine.peak_tflops:.1f} GFLOP/s.",
         "",
         pages.table(
             ["stages", "mix", "way", "measured s", "predicted s", "error"],

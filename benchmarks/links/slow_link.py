@@ -299,12 +299,13 @@ def report(runs: list[dict[str, Any]]) -> str:
             "",
             "; ".join(dict.fromkeys(run["setting"] for run in runs))
             + "; fp32, documents of equal length on all ranks; steps without the reduction of "
-            "gradients. Every figure is the median of the rounds; ways are compared "
-            "with the signals of their round, since the machine's speed changes. Link s: the bytes "
-            "over the speed of a link. Busy: link s over the step with signals. Exposed: what a "
-            "way takes longer than signal; single-stream exposes all communication. Of it CPU: "
-            "what a process computes longer than with signals, a mean of all: TCP runs on the "
-            "cores that train, and computing is slower after a wait.",
+            "gradients. Every figure is the median of the rounds. Each way is compared with "
+            "signal, which sends one byte for each message, in the same round, because the "
+            "machine's speed changes. Link s: bytes divided by link speed. Busy: link s over the "
+            "step time of signal. Exposed: how much longer a step takes than with signal; "
+            "single-stream exposes all communication. Of it CPU: how much longer the mean "
+            "process computes than with signal, because TCP runs on the cores that train, and "
+            "computing is slower after a wait.",
             "",
             table(rows),
             "",

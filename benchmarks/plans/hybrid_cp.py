@@ -167,14 +167,15 @@ def main() -> None:
             "# Hybrid and dynamic context parallelism of Megatron beside DistCA",
             "",
             f"`python benchmarks/plans/hybrid_cp.py {published_flag}--output DIR`; "
-            f"megatron-core {version('megatron-core')}, Python {platform.python_version()}. Plans "
-            "are made, and their work and bytes counted; nothing was measured.",
+            f"megatron-core {version('megatron-core')}, Python {platform.python_version()}. The "
+            "work and bytes of plans are counted; nothing was measured.",
             "",
             f"{args.model}, bf16, tensor parallelism of {TENSOR_PARALLEL}, {SERVERS} servers of "
             f"{costs.cluster.name} with {TOKENS_PER_SERVER:,} tokens each, documents up to 128K; "
-            f"{args.batches} batches of each kind: means, and the worst one. Layer time: the "
-            "busiest rank's without communication, over the mean of an equal share. Tokens: most "
-            "of a rank over the mean. Bytes: of a layer, forward, on one GPU of a server.",
+            f"{args.batches} batches of each kind: means, and the worst batch. Layer time: the "
+            "busiest rank's time for a layer, without communication, over that of an equal share. "
+            "Tokens: the most tokens of a rank over the mean. Rounds: ranks wait for each other "
+            "after each. GB: bytes of a layer's forward pass on one GPU of a server.",
             "",
             rows,
         ]

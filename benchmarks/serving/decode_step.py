@@ -85,7 +85,7 @@ class Setting:
 
 
 class Decoding:
-    """An engine and its ranks, of which one runs its part of steps."""
+    """An engine and its ranks; one of them runs its part of steps."""
 
     def __init__(self, setting: Setting, rank: int = 0) -> None:
         self.setting, self.rank = setting, rank

@@ -39,7 +39,7 @@ class Answered:
 
 
 def write_model(folder: Path, hidden: int, layers: int, positions: int = 2048) -> None:
-    """Writes a Llama of random weights, each token of which is a word, and which never stops."""
+    """Writes a Llama of random weights whose tokens are words, and which never stops."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

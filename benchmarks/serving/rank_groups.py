@@ -1,11 +1,12 @@
-"""What Tetris' groups of ranks bear in our engine, whose ranks have their iterations in common.
+"""What load Tetris' groups of ranks sustain in our engine, whose ranks have their iterations in
+common.
 
     python benchmarks/serving/rank_groups.py --output benchmarks/results/serving
 
 Requests of the paper's three traces on 16 prefill ranks, llama-8b by its Table 1. Our engine's own
 scheduler gives prompts their ranks and feeds them; iterations take the fitted seconds. Beside it is
-what the same plans would bear if groups that share no ranks did not wait for each other, as in the
-paper. Writes `rank_groups.md` and prints it.
+what the same plans would sustain if groups that share no ranks did not wait for each other, as in
+the paper. Writes `rank_groups.md` and prints it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TOKENS = (65_536, 131_072, 262_144)
 """Most tokens of an iteration that are tried."""
 SHOWN = 131_072
 PART = 0.75
-"""Part of the load that fixed groups of 8 bear, for times to the first token."""
+"""Share of the load that fixed groups of 8 sustain, for times to the first token."""
 
 
 def main() -> None:
@@ -82,7 +83,7 @@ def main() -> None:
         "with short prefixes wait for those with long ones.",
         "",
         f"Seconds to the first token of the short trace at {load:.2f} requests a second, {PART:g} "
-        "times what fixed groups of 8 bear, by the most tokens of an iteration:",
+        "times what fixed groups of 8 sustain, by the most tokens of an iteration:",
         "",
         pages.table(["tokens", *(f"{way}, P50, P99" for way in WAYS)],
                     [*by_tokens(traces["short"].at_rate(load), cluster)]),
@@ -91,8 +92,8 @@ def main() -> None:
 
 
 def bears_of(name: str, trace: RequestTrace, cluster: ServingCluster) -> list[str]:
-    """Returns a row: the trace, what fixed groups of 8 bear in the engine, and what each way does,
-    in brackets where groups wait for nobody."""
+    """Returns a row: the trace, what fixed groups of 8 sustain in the engine, and what each way
+    does, in brackets where groups wait for nobody."""
     cells, first = [], 0.0
     for strategy, growth in WAYS.values():
         rates = ImprovementRates({0.0: growth})

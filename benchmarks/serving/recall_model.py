@@ -113,7 +113,7 @@ def train(model: Any, steps: int, told: Any) -> None:
 
 
 def _with_codes(source: Int64s, tokens: int, random: np.random.Generator) -> Int64s:
-    """Text of which about a third are codes."""
+    """Text; about a third of it is codes."""
     start = int(random.integers(len(source) - tokens))
     found = source[start : start + tokens].copy()
     for _ in range(tokens // 64):

@@ -3,12 +3,12 @@
     sudo python benchmarks/serving/sparse_prefill.py --mbit 40 --output benchmarks/results/serving
 
 A prompt is fed to a small random Llama on ranks that each are in a network namespace of their own,
-whose link has that speed. Keys travel from near to far as `--prefill-strategy csps` has them, in so
-many micro-partitions, and with `--sparsity` as the table says; *pass-kv* is the dense ring in
-zigzag, *sp-ntp* scatters heads, and *sp-tp* shares rows between blocks whose weights ranks split.
-All ways take turns in the same processes, on free links and on slow ones. The link's seconds are
-the bytes of the rank that sends most over its speed; the simulator gets the link's speed, and
-one rate of compute, by which pass-KV takes as long on free links as was measured.
+whose link has that speed. Keys travel from near to far as `--prefill-strategy csps` has them, in
+the given number of micro-partitions, and with `--sparsity` as the table says; *pass-kv* is the
+dense ring in zigzag, *sp-ntp* scatters heads, and *sp-tp* shares rows between blocks whose weights
+ranks split. All ways take turns in the same processes, on free links and on slow ones. The link's
+seconds are the bytes of the rank that sends most over its speed; the simulator gets the link's
+speed, and one rate of compute, by which pass-KV takes as long on free links as was measured.
 """
 
 from __future__ import annotations

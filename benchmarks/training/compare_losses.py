@@ -33,7 +33,7 @@ def read_losses(path: Path) -> dict[int, float]:
         try:
             losses = {int(i): float(loss) for i, loss in json.loads(text)["lm loss"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no file of golden losses: {error}") from error
+            raise ValueError(f"{path} is not a file of golden losses: {error}") from error
     else:
         losses = {int(i): float(loss) for i, loss in _LINE.findall(text)}
     if not losses:

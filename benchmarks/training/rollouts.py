@@ -86,7 +86,6 @@ class Case:
         return statistics.mean(self.medians) / self.ranks
 
     def rounds(self) -> list[Case]:
-        """Returns a case of each round."""
         return [
             Case(**{**vars(self), "seconds": tuple((each,) for each in found)})
             for found in zip(*self.seconds, strict=True)

@@ -166,7 +166,8 @@ def setting_of(args: argparse.Namespace, megatron_flags: Sequence[str], started:
     stages, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     if processes % (stages * tensor):
         raise ValueError(
-            f"{processes} processes are no multiple of tensor x pipeline size, {tensor} x {stages}"
+            f"{processes} processes are not a multiple of tensor x pipeline size, "
+            f"{tensor} x {stages}"
         )
     peak = args.peak_tflops
     if peak is None and gpus and "--bf16" in megatron_flags:

@@ -36,7 +36,7 @@ class GpuKernel:
         package: package that has it; None: torch.
         least: oldest version of the package that has the functions that we call.
         install: what to do for it.
-        block: rows of which a pool's blocks must be multiples.
+        block: rows; a pool's blocks must be multiples of it.
         softcaps: whether it caps scores.
     """
 

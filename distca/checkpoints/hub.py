@@ -33,14 +33,14 @@ def check_path(path: str) -> None:
         HfApi().model_info(path, timeout=_SECONDS)
     except RepositoryNotFoundError:
         raise ValueError(
-            f"{path} is no folder, and no model of this name is on the Hugging Face hub: correct "
+            f"{path} is not a folder, and the Hugging Face hub has no model of this name: correct "
             "the name, or log in by `hf auth login` if the model is private"
         ) from None
     # Which errors of the network there are is up to the client that the hub's library uses.
     except Exception as error:
         told = "answers" if isinstance(error, HfHubHTTPError) else "cannot be reached"
         raise ValueError(
-            f"{path} is no folder and not in the Hugging Face hub's cache, and the hub {told} "
+            f"{path} is not a folder and not in the Hugging Face hub's cache, and the hub {told} "
             f"({_line(error)}): give the folder of the model"
         ) from None
 

@@ -135,8 +135,8 @@ class Checkpoint:
             return cls(path, config, None, trust_remote_code)
         if config.model_type not in MULTIMODAL:
             raise ValueError(
-                f"{path} is a {config.model_type}: of multimodal models only the language parts of "
-                f"these are loaded: {', '.join(MULTIMODAL)}"
+                f"{path} is a {config.model_type}, which is not supported. Multimodal models whose "
+                f"language part can be loaded: {', '.join(MULTIMODAL)}"
             )
         text = copy.deepcopy(text)
         # The whole model's configuration says whether embeddings are tied.

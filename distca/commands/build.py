@@ -26,8 +26,7 @@ def build_parser() -> Parser:
         "build",
         """\
 Compiles the native code that moves rows between ranks, and that of decodes on CPUs. A run compiles
-what it lacks by itself: do it ahead where its machines have no compiler, or so that it need not
-wait.
+missing parts itself. Compile ahead if its machines have no compiler, or to start runs faster.
 """,
         """\
 examples:

@@ -98,7 +98,7 @@ def described_sparsity(
     levels: Levels,
     partitions: Partitions | None,
 ) -> Configuration | None:
-    """What a calibration chooses for a described model, of which sizes alone are known.
+    """Returns what a calibration chooses for a model that is described by its sizes only.
 
     Args:
         args: flags.

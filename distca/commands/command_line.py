@@ -147,7 +147,7 @@ def check_output(flag: str, path: Path | None) -> None:
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{flag} {path}: {folder} cannot be written to")
     if path.exists() and not os.access(path, os.W_OK):
-        raise ValueError(f"{flag} {path} is there, and cannot be written to")
+        raise ValueError(f"{flag} {path} exists and cannot be written to")
 
 
 def check_outputs(args: argparse.Namespace, *flags: str) -> None:

@@ -356,7 +356,7 @@ def check_gpus(gpus: int, cluster: Cluster) -> None:
         raise ValueError(f"--gpus {gpus}: give at most {_MOST_GPUS}")
     if gpus > of_node and gpus % of_node:
         raise ValueError(
-            f"--gpus {gpus} are no whole nodes of {of_node}: give a multiple, or --gpus-per-node"
+            f"--gpus {gpus} are not whole nodes of {of_node}: give a multiple, or --gpus-per-node"
         )
 
 

@@ -68,8 +68,8 @@ def build_parser() -> Parser:
     parser = Parser(
         "doctor",
         """\
-Says what DistCA finds on this machine, what is missing, what that would be needed for, and what to
-install. "problem" is what does not fit together; the command then ends with status 1.
+Shows what is installed on this machine, what is missing, what needs it, and how to install it.
+"problem" marks parts that do not work together; the command then ends with status 1.
 """,
         """\
 examples:
@@ -328,7 +328,7 @@ def _profile(path: Path | None) -> Finding:
         return Finding(
             "profile",
             "missing",
-            "none given: loads are judged by pair counts",
+            "none given: plans balance query-key pairs",
             "`distca profile --output FILE` measures this machine; give it as --distca-profile",
         )
     try:

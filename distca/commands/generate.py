@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("generate", __doc__.splitlines()[0], _EPILOG)
     parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
-    what = parser.add_argument_group("what is answered, one of these")
+    what = parser.add_argument_group("input (one of these)")
     what.add_argument(
         "--prompt", action="append", metavar="TEXT", help="Text to continue; repeatable."
     )

@@ -256,7 +256,6 @@ def section(title: str, *parts: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Returns a paragraph."""
     return f"<p>{html.escape(text)}</p>"
 
 

@@ -59,6 +59,6 @@ def refusal(
     assert bound is not None
     found = least_bound(lambda n: plan(replace(config, max_buffer_bytes=n)), bound, error.least)
     return (
-        f"no plan for these documents keeps to {bound:,} buffer bytes: the least for which one was "
-        f"found is --max-buffer-bytes {found}. Allow that many, or cut documents shorter"
+        f"no plan for these documents fits into {bound:,} buffer bytes. The least that was found "
+        f"to suffice is --max-buffer-bytes {found}: give at least that, or cut documents shorter"
     )

@@ -1,6 +1,6 @@
 """A picture of a plan: tasks by server, loads and bytes.
 
-A few servers, the busiest, have colours of their own; the others are grey. Large tasks bear the
+A few servers, the busiest, have colours of their own; the others are grey. Large tasks show the
 number of their server.
 """
 

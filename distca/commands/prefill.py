@@ -205,7 +205,7 @@ def _ranks_of(launched: Torchrun, args: argparse.Namespace) -> int:
     """Ranks of torchrun's processes.
 
     Raises:
-        ValueError: they are no whole ranks.
+        ValueError: they are not whole ranks.
     """
     processes, size = launched.world_size, max(args.tensor_parallel_size, 1)
     if processes % size:

@@ -83,7 +83,7 @@ def prepare(args: Namespace) -> str:
                 os.replace(trained / name, folder / name)
     rest = f"; left out: {len(reader.faults)}" if reader.faults else ""
     if count < _FEW_DOCUMENTS:
-        rest += "; a --split of these may leave one without documents: 1,0,0 trains on all"
+        rest += "; --split may leave a part of so few documents empty: 1,0,0 trains on all"
     if replaced:
         rest += "; the files of an earlier run were replaced"
     return f"{prefix}: {counted(count, 'document')}, {counted(tokens, 'token')}{rest}"
@@ -128,7 +128,7 @@ class _Reader:
     Args:
         files: files to read.
         json_key: key of the text in a line of `.jsonl`.
-        refuse: whether what is no UTF-8 text is an error; else it is left out.
+        refuse: whether what is not UTF-8 text is an error; else it is left out.
 
     Attributes:
         faults: place and fault of what the last reading left out.
@@ -163,7 +163,7 @@ class _Reader:
         write_text(path, listed, errors="backslashreplace")
         shown = [*self.faults[:_SHOWN], *["..."][: len(self.faults) - _SHOWN]]
         sys.stderr.write(
-            f"distca prepare: left out what is no UTF-8 text ({len(self.faults)}, all in {path}):\n"
+            f"distca prepare: left out {len(self.faults)} that are not UTF-8 text, see {path}:\n"
             + "".join(f"  {line}\n" for line in shown)
         )
 
@@ -181,7 +181,7 @@ def _naming(prefix: Path) -> Iterator[None]:
 
 _DESCRIPTION = """\
 Turns text into token files that training reads, PREFIX.bin and PREFIX.idx, in Megatron's format.
-Each text file is a document, and so is each line of a .jsonl file.
+Each text file and each line of a .jsonl file is a document.
 """
 _EXAMPLES = """\
 examples:

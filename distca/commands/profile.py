@@ -35,8 +35,8 @@ SMALL = ModelSize(1, 0, 8, 2, 32, 0)
 """Heads that are measured without --model; there are no other sizes."""
 _DESCRIPTION = """\
 Measures how long this machine's attention kernel takes for tasks of many lengths. Training
-(--distca-profile) and `distca plan --profile` then judge loads by these times, where otherwise they
-count pairs of query and key. Equal tasks share a call, as they do on an attention server. Forward
+(--distca-profile) and `distca plan --profile` then balance these times. Otherwise they balance the
+number of query-key pairs. Equal tasks share a call, as they do on an attention server. Forward
 and backward passes are measured. Give your model, and how many GPUs divide its heads.
 """
 _EXAMPLES = """\
@@ -130,5 +130,5 @@ def _check_memory(shape: AttentionShape, max_length: int, device: str) -> None:
         raise ValueError(
             f"--max-length {max_length} needs {needed / 1e9:,.1f} GB for queries, keys and values "
             f"of these heads, and this {'GPU' if device == 'cuda' else 'machine'} has "
-            f"{memory / 1e9:,.1f} GB: give less, longer tasks are judged by its rate"
+            f"{memory / 1e9:,.1f} GB: give less; longer tasks are assumed to run at its rate"
         )

@@ -137,7 +137,7 @@ def ranks_per_machine(model: ServedModel) -> int | None:
     processes, size = launched.local_world_size, model.tensor_parallel_size
     if processes % size:
         raise ValueError(
-            f"{processes} processes of a machine are no whole ranks of {size}: start a multiple of "
+            f"{processes} processes a machine are not whole ranks of {size}: start a multiple of "
             "--tensor-parallel-size on each machine"
         )
     return processes // size

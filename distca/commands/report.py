@@ -163,7 +163,7 @@ def read_files(folder: Path) -> Files:
         ImportError: tensorboard is missing.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the one that a run wrote to")
+        raise ValueError(f"{folder} is not a folder: give the one that a run wrote to")
     boards = sorted({file.parent for file in folder.rglob("events.*")})
     runs = [Run(_name(each, folder), read_boards(board_files(each))) for each in boards]
     if not runs:

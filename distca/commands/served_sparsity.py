@@ -80,7 +80,7 @@ def near_to_far(
         args: flags.
         windows: for each layer how many earlier tokens a query sees; None: all.
         kv_heads: key-value heads of a layer.
-        tensor_parallel_size: ranks that share them, of each of which the ratios have its own heads.
+        tensor_parallel_size: ranks that share them; the ratios have each one's own heads.
         ranks: ranks that share tokens.
         ranks_of_machine: those of one machine.
         chosen: what a calibration chooses.

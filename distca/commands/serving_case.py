@@ -69,7 +69,6 @@ class StepCase:
     near: NearToFar | None = None
 
     def layers(self, strategy: Strategy | NearToFar) -> list[SteppedPlan]:
-        """Returns the plan of each layer."""
         layers = self.costs.model.layers
         if isinstance(strategy, str):
             return [self.plan(strategy)] * layers

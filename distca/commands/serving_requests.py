@@ -119,7 +119,7 @@ def build_parser() -> Parser:
         "--prefill-times",
         type=Path,
         metavar="FILE",
-        help="Seconds of prefills, by which all is planned. Default: Tetris's Table 1, llama-8b on "
+        help="Prefill times that all strategies plan with. Default: Tetris's Table 1, llama-8b on "
         "dgx-a100.",
     )
     add_model_flags(parser)
@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
         fixed = [bears[name] for name in names if name not in LOAD_AWARE]
         load = max(fixed or bears.values())
     if load <= 0:
-        raise ValueError("no strategy bears any load: give more ranks, or shorter prompts")
+        raise ValueError("no strategy sustains any load: give more ranks, or shorter prompts")
     rows = [_row(trace, cluster, name, rates[name], bears[name], load) for name in names]
     # Before the picture, so that it is not lost where that cannot be written.
     if args.json:
@@ -247,7 +247,7 @@ def _trace(args: argparse.Namespace, cluster: ServingCluster) -> RequestTrace:
         trace = read_trace(Path(args.trace))
     else:
         raise ValueError(
-            f"--trace {args.trace} is no file, and none of {', '.join(PRESETS)}: give one"
+            f"--trace {args.trace} is not a file, and none of {', '.join(PRESETS)}: give one"
         )
     longest = max(request.prompt + request.answer for request in trace.requests)
     if longest > cluster.decode_tokens:
@@ -318,10 +318,10 @@ def _lines(
         f"{len(trace.requests):,} requests of {args.trace}, {mean:,.0f} tokens on average; "
         f"{cluster.prefill_ranks} prefill and {cluster.decode_ranks} decode ranks (TP "
         f"{args.decode_tensor_parallel_size}) of {args.cluster}; simulated",
-        f"bears: requests/s with 99% of first tokens within {limit:.2f} s, {PATIENCE:.0f} times "
+        f"load: requests/s with 99% of first tokens within {limit:.2f} s, {PATIENCE:.0f} times "
         "the mean of a request alone",
         f"seconds to the first token, and ms of each further one, at {load:.2f} requests/s",
-        f"{'':14}{'bears':>8}{'TTFT P50':>10}{'P90':>8}{'P99':>8}{'ms P50':>9}{'P99':>8}"
+        f"{'':14}{'load':>8}{'TTFT P50':>10}{'P90':>8}{'P99':>8}{'ms P50':>9}{'P99':>8}"
         f"{'ranks':>8}",
     ]
     for row in rows:

@@ -175,7 +175,7 @@ def build_parser() -> Parser:
         "(--distca-nvshmem-mode copy-engine), which take no compute, but a launch for each "
         "message. Nobody has measured that.",
     )
-    search = parser.add_argument_group("search (what is tried to find each system's best)")
+    search = parser.add_argument_group("search (layouts to try for each system)")
     for name in ("tensor", "pipeline"):
         search.add_argument(
             f"--{name}-model-parallel-sizes",

@@ -155,8 +155,8 @@ def assumptions(workload: Workload, batches: int, verdict: Verdict) -> list[str]
             if verdict.distca is not None and verdict.distca.from_parts
             else []
         ),
-        f"A GPU has {cluster.memory_gb:g} GB ({gib:.{0 if gib >= 10 else 2}f} GiB), of "
-        f"which training may fill {cluster.usable_bytes / 1e9:g} GB.",
+        f"A GPU has {cluster.memory_gb:g} GB ({gib:.{0 if gib >= 10 else 2}f} GiB). "
+        f"Training may fill {cluster.usable_bytes / 1e9:g} GB.",
         RATES.format(
             attention=cluster.attention_tflops, mfu=cluster.linear_mfu, peak=cluster.peak_tflops
         ),
@@ -198,7 +198,6 @@ def why_not(choice: Choice, workload: Workload) -> str:
 
 
 def charged_line(charges: Charges) -> str:
-    """What is charged."""
     if not charges.baseline_copies:
         return UNCHARGED
     said = CHARGED.format(

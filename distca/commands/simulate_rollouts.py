@@ -47,9 +47,9 @@ _TOLERANCE = 0.05
 _BOUND = 0.95
 """Part of the bound of an iteration's time that counts, since the bound is of whole documents."""
 _DESCRIPTION = """\
-Says how fast a job of post-training would be whose rollouts share prompts: with each shared token
-computed once and spread over all ranks, with whole trees on groups of ranks, and one by one.
-Nothing is trained, and no GPU is needed: iterations are simulated.
+Predicts the speed of a post-training job whose rollouts share prompts, in three ways: shared tokens
+computed once and spread over all ranks, whole trees on groups of ranks, and rollouts one by one.
+Iterations are simulated. Nothing is trained, and no GPU is needed.
 """
 _EXAMPLES = """\
 example:
@@ -114,7 +114,7 @@ def build_parser() -> Parser:
         "--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job."
     )
     add_charge_flags(parser)
-    search = parser.add_argument_group("search (what is tried to find each way's best)")
+    search = parser.add_argument_group("search (layouts to try for each way)")
     search.add_argument(
         "--tensor-model-parallel-sizes",
         type=int,

@@ -21,7 +21,7 @@ example:
 
 FlashAttention 3 keeps all multiprocessors of a GPU busy until it ends, so an exchange that starts
 later waits. `--distca-sm-margin` leaves some free. This command starts a rank on each GPU. It times
-attention beside an exchange with several margins, and prints the flag with the fastest one.
+attention during an exchange with several margins, and prints the flag with the fastest one.
 
 FlashAttention 2 and 4 have no such setting. Splits of the keys of decoded tokens (`num_splits`)
 need no flag: FlashAttention 2 and 3 choose them for each call. FlashAttention 4 has none on Hopper,

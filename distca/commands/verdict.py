@@ -34,7 +34,7 @@ TITLES = {
 """Names of the systems for readers."""
 _AS_FAST = 1.0001
 """Ratio of seconds up to which a simpler system counts as equally fast."""
-_BESIDE = "beside those of the model, the data and the learning rate:"
+_BESIDE = "besides those of the model, the data and the learning rate:"
 
 _NOTHING = 0.005
 """Gain up to which DistCA counts as equally fast."""

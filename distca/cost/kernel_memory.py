@@ -91,7 +91,7 @@ def kernel_token_bytes(shape: AttentionShape, context_parallel: int = 1) -> int:
 
     Args:
         shape: the heads of one tensor-parallel rank.
-        context_parallel: ranks that share documents, of which each has the keys of all.
+        context_parallel: ranks that share documents; each has the keys of all.
     """
     q, kv = (
         result + more

@@ -85,7 +85,7 @@ class Links:
         """Returns the seconds that each rank's links are busy with a layer's bytes, float64
         `[world_size]`.
 
-        Sending and receiving overlap, and so do the two kinds of links, so the slowest of these
+        Sending, receiving and the two kinds of links overlap, so the slowest of these
         four counts. Phases follow each other, so their seconds add up.
         """
         busy = np.zeros(next(iter(moved.messages.values())).world_size)

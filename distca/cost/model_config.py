@@ -224,7 +224,7 @@ class _Reader:
         kinds = self._config.get("layer_types")
         if kinds is not None:
             if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-                raise ValueError(f"{self._file}: layer_types is no list of names")
+                raise ValueError(f"{self._file}: layer_types is not a list of names")
             unknown = {*kinds} - {_FULL, "sliding_attention", "chunked_attention"}
             if unknown:
                 raise ValueError(

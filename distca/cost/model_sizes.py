@@ -10,7 +10,7 @@ from distca.plan import LayerMasks, Mask
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts of each layer, gated MLPs of which a token uses some.
+    """Routed experts of each layer: gated MLPs; a token uses some of them.
 
     Attributes:
         number: experts of a layer.
@@ -258,7 +258,7 @@ MODELS = {
     # Like GPT-OSS: its model card; attention sinks cost nothing that is counted here.
     "gpt-oss-120b-like": ModelSize(36, 2880, 64, 8, 64, 0, 201_088, Experts(128, 4, 2880), 127, 2),
     # A layout like that of DeepSeek-V3 (its report, Section 4.2), with 60 layers instead of 61, all
-    # of them with experts, of which each token uses one that all do.
+    # of them with experts; one of these is used by all tokens.
     "deepseek-v3-like": ModelSize(
         *(60, 7168, 128, 128, 192, 2048, 129_280),
         experts=Experts(256, 8, 2048),

@@ -38,7 +38,6 @@ class PlanMemory:
 
     @cached_property
     def rows(self) -> tuple[RankRows, RankRows]:
-        """Rows of `rank_rows`."""
         return rank_rows(self.plan)
 
     @cached_property

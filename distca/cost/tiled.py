@@ -2,7 +2,7 @@
 
 A fused kernel gives each thread block a tile of queries and runs it over tiles of keys. Tasks that
 are shorter than a tile, or that cut through one, pay for whole tiles (paper, Section 3.3:
-throughput drops below 128 tokens); so do the tiles on the diagonal. Otherwise the rate does not
+throughput drops below 128 tokens), as do the tiles on the diagonal. Otherwise the rate does not
 depend on the length, since a call runs all tasks of a server at once and fills the device.
 """
 

@@ -98,7 +98,7 @@ class AttentionShape:
             object.__setattr__(self, "v_head_dim", None)
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"{self.heads} query heads are no multiple of {self.kv_heads} key-value heads"
+                f"{self.heads} query heads are not a multiple of {self.kv_heads} key-value heads"
             )
 
     def scattered(self, groups: int) -> AttentionShape:

@@ -100,7 +100,7 @@ class ChatTokenizer:
                 f"{', '.join(PROMPT_FORMATS)}"
             )
         if not Path(folder).is_dir():
-            raise ValueError(f"--tokenizer-model {folder} is no folder of a tokenizer")
+            raise ValueError(f"--tokenizer-model {folder} is not a folder of a tokenizer")
         try:
             import transformers
         except ImportError as error:

@@ -1,7 +1,7 @@
 """Conversations in JSON lines, as Megatron-LM's SFT data: each is a document with weights.
 
 A line holds an object with `messages`, each with a role and a content. A system message begins a
-new conversation, so that a line may hold several, of which none sees another.
+new conversation, so that a line may hold several, which do not see each other.
 
 Or it holds a `prompt`, several `completions`, and `weights` if they count differently. Each
 completion makes a conversation: the prompt's messages, and then its own.
@@ -125,13 +125,13 @@ def _completed(read: dict[str, Any]) -> Iterator[tuple[list[Message], float]]:
     prompt = _as_messages(read.get("prompt"), "user", "'prompt'")
     completions, weights = read["completions"], read.get("weights")
     if "messages" in read:
-        raise ValueError("it has 'messages' beside 'completions': give one of the two")
+        raise ValueError("it has both 'messages' and 'completions': give one of the two")
     if not isinstance(completions, list) or not completions:
-        raise ValueError("'completions' is no list of texts, or of lists of messages")
+        raise ValueError("'completions' is not a list of texts, or of lists of messages")
     if weights is None:
         weights = [1.0] * len(completions)
     if not isinstance(weights, list) or len(weights) != len(completions):
-        raise ValueError(f"'weights' is no list of {len(completions)} numbers, as completions are")
+        raise ValueError(f"'weights' is not a list of {len(completions)} numbers, one a completion")
     for number, (completion, weight) in enumerate(zip(completions, weights, strict=True), start=1):
         known = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not known or not 0 <= weight <= _MOST_WEIGHT:
@@ -148,7 +148,7 @@ def _as_messages(given: Any, role: str, name: str) -> list[Message]:
     """Returns the messages of a prompt or a completion, which may be a text alone."""
     messages = [{"role": role, "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{name} is no text and no list of messages")
+        raise ValueError(f"{name} is neither a text nor a list of messages")
     try:
         _check_messages(messages)
     except ValueError as error:

@@ -105,7 +105,7 @@ class ListedDocuments(TokenSource):
         self._name, self._documents, self._vocab_size = name, documents, vocab_size
         if not isinstance(documents, DocumentList):
             raise ValueError(
-                f"{name} gives a {type(documents).__name__}, which is no list of documents: it "
+                f"{name} gives a {type(documents).__name__}, which is not a list of documents: it "
                 "needs __len__, lengths and tokens(index) (distca.documents.document_list)"
             )
         lengths = np.asarray(documents.lengths)

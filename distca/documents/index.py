@@ -67,13 +67,13 @@ def read_index(path: Path) -> Index:
     """Reads an index and checks its consistency.
 
     Raises:
-        ValueError: the file is no index, is cut off or too long, or has impossible tables.
+        ValueError: the file is not an index, is cut off or too long, or has impossible tables.
     """
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
         if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
             raise ValueError(
-                f"{path} is no index of a Megatron dataset, or is cut off: make it again with "
+                f"{path} is not an index of a Megatron dataset, or is cut off: make it again with "
                 "`distca prepare`"
             )
         version, code, sequences, edges = struct.unpack(_HEADER, header[len(_MAGIC) :])

@@ -130,7 +130,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Upsampled:
-    """Documents of `base`, of which those shorter than `threshold` are kept at a rate of `keep`."""
+    """Documents of `base`; those shorter than `threshold` are kept at a rate of `keep`."""
 
     base: LengthDistribution
     threshold: int
@@ -236,7 +236,7 @@ def checked_lengths(found: object, source: str) -> Int64s:
     """Checks a list of document lengths, and returns it as int64.
 
     Raises:
-        ValueError: `found` is no list of integers of at least 1, or is empty.
+        ValueError: `found` is not a list of integers of at least 1, or is empty.
     """
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise ValueError(

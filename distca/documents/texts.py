@@ -31,7 +31,7 @@ def find_files(inputs: Iterable[str]) -> list[Path]:
     for given in inputs:
         path = Path(given)
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError(f"--input {given} is no file that can be read twice, such as a pipe")
+            raise ValueError(f"--input {given} cannot be read twice, such as a pipe: give a file")
         if path.exists():
             paths = [Path(given)]
         else:
@@ -64,12 +64,12 @@ def read_documents(
     Args:
         files: files to read, in UTF-8, with or without a mark at the beginning.
         json_key: key of the text in a line.
-        left_out: called with the place and fault of each document, or file, that is no UTF-8 text;
+        left_out: called with the place and fault of each document, or file, that is not UTF-8 text;
             it may raise.
         advance: called with the number of bytes that each document took.
 
     Raises:
-        ValueError: a line is no JSON object with a text under this key.
+        ValueError: a line is not a JSON object with a text under this key.
     """
     for path in files:
         with path.open("rb") as file:
@@ -88,7 +88,7 @@ def read_documents(
 
 
 def _fault_of_head(head: bytes) -> str | None:
-    """Returns why a file that begins so is no UTF-8 text; None: it may be."""
+    """Returns why a file that begins so is not UTF-8 text; None: it may be."""
     for name, marks in _OTHER_ENCODINGS:
         if head.startswith(marks):
             return f"{name}, not UTF-8"
@@ -113,7 +113,7 @@ def _read_json_lines(
                         f"{place}: no JSON object with the key {json_key!r}"
                     ) from error
                 if not isinstance(text, str):
-                    raise ValueError(f"{place}: {json_key!r} is no text")
+                    raise ValueError(f"{place}: {json_key!r} is not a text")
                 # JSON may escape one half of a pair that makes a character.
                 if _SURROGATE.search(text):
                     left_out(f"{place}: a lone surrogate, which is half a character")

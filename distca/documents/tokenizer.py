@@ -86,7 +86,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises nothing narrower.
-            raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from error
+            raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
         # Ids may have gaps.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         named = _eos_token(path.with_name("tokenizer_config.json"))

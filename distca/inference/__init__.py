@@ -7,7 +7,7 @@ A request meets seven files, in this order:
 
 * `llm.py`: `LLM.generate` makes requests, and runs iterations until all are answered;
 * `engine.py`: `Engine.add`, `schedule`, `finish`: what has arrived, what is fed, what is answered;
-* `distca/schedule/serving/scheduler.py`: which tokens of which requests an iteration feeds, and
+* `distca/schedule/serving/scheduler.py`: which requests' tokens an iteration feeds, and
   which blocks they get. Here a request waits, runs and is aborted;
 * `worker.py`: a process's iterations, in the order of their numbers;
 * `distca/schedule/serving/iteration.py`: the plans of an iteration, by the strategy. The rank that
@@ -53,7 +53,7 @@ how far it is, with its blocks: the scheduler alone changes it, and it knows not
 Workers read both while it runs. `Completion` (`outputs.py`) is its answer. `LLM.abort` ends one
 early.
 
-`LLM` has an engine in each process, and so has `PrefillRank` (`distca/prefill`). Engines compute no
+`LLM` and `PrefillRank` (`distca/prefill`) have an engine in each process. Engines compute no
 plan: each worker makes it from what is fed, so no plan is sent between processes. With a small
 model and short prompts, plans take less than 1% of the CPU time, and scheduling 1%
 (benchmarks/results/serving/short_prompts.md). An iteration is scheduled when the one before has

@@ -43,7 +43,7 @@ class ParallelConfig:
     """How ranks share sequences, and processes a rank's layers.
 
     Attributes:
-        world_size: ranks that share a sequence's keys and values, of which the last may have no
+        world_size: ranks that share a sequence's keys and values; the last ones may have no
             weights: see `SchedulerConfig.servers`.
         tensor_parallel_size: processes of each rank, which share its layers.
         strategy: what travels in chunks of prompts, or who chooses it.

@@ -218,11 +218,11 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     try:
         prompts = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--prompt-ids {path} is no JSON: {error}") from error
+        raise ValueError(f"--prompt-ids {path} is not JSON: {error}") from error
     if not isinstance(prompts, list) or not all(
         isinstance(ids, list) and all(type(each) is int for each in ids) for ids in prompts
     ):
-        raise ValueError(f"--prompt-ids {path} is no list of lists of whole numbers")
+        raise ValueError(f"--prompt-ids {path} is not a list of lists of whole numbers")
     return prompts
 
 
@@ -237,14 +237,14 @@ def read_conversations(path: Path) -> list[list[Message]]:
         # Not `splitlines`: a string of JSON may hold other ends of lines than this.
         lines = path.read_text().split("\n")
     except ValueError as error:
-        raise ValueError(f"--conversations {path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"--conversations {path} is not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             messages = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"--conversations {path}:{number} is no JSON: {error}") from error
+            raise ValueError(f"--conversations {path}:{number} is not JSON: {error}") from error
         if not isinstance(messages, list) or not all(
             isinstance(each, dict)
             and isinstance(each.get("role"), str)
@@ -252,7 +252,7 @@ def read_conversations(path: Path) -> list[list[Message]]:
             for each in messages
         ):
             raise ValueError(
-                f"--conversations {path}:{number} is no list of messages with role and content"
+                f"--conversations {path}:{number} is not a list of messages with role and content"
             )
         conversations.append(messages)
     return conversations

@@ -76,7 +76,7 @@ def configure(
         transport: what moves rows; None: gloo on CPUs, NCCL on GPUs.
 
     Raises:
-        ValueError: a number is out of range, the stripe is no multiple of a block, or the bounds
+        ValueError: a number is out of range, the stripe is not a multiple of a block, or the bounds
             contradict each other.
     """
     for name, value, least in (

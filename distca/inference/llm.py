@@ -170,11 +170,11 @@ class LLM:
             number: number of the answer, with which `on_token` is called.
 
         Raises:
-            ValueError: it is no whole number.
+            ValueError: it is not a whole number.
         """
         if not isinstance(number, int) or isinstance(number, bool):
             raise ValueError(
-                f"{number!r} is no number of an answer: give the one that on_token gets"
+                f"{number!r} is not the number of an answer: give the one that on_token gets"
             )
         with self._lock:
             self._aborts.add(number)

@@ -122,7 +122,7 @@ class ServedModel:
         generation: generation config of transformers; None: another engine generates.
         tensor_parallel_size: ranks that share each layer.
         trust_remote_code: whether code of the model's folder may run.
-        multimodal: configuration of the multimodal model of which this is the language part.
+        multimodal: configuration of the multimodal model whose language part this is.
             None: it is the whole model.
     """
 
@@ -143,7 +143,7 @@ class ServedModel:
 
     @property
     def softcap(self) -> float | None:
-        """Bound of the scores of attention; None: there is none, or the family does not use it."""
+        """Bound of the scores of attention; None without one, or if the family does not use it."""
         if self.config.model_type not in _SOFTCAPPED:
             return None
         cap = getattr(self.config, "attn_logit_softcapping", None)
@@ -413,7 +413,7 @@ def _refuse_uncovered(config: PreTrainedConfig, path: str) -> None:
         )
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"{path} is a {config.model_type}: only models of these families are served: "
+            f"{path} is a {config.model_type}: only models of these families are supported: "
             f"{', '.join(FAMILIES)}"
         )
 

@@ -79,7 +79,7 @@ def check_stripe(stripe: int, block_size: int) -> None:
     """
     if stripe % block_size:
         raise ValueError(
-            f"--cp-kv-cache-interleave-size {stripe} is no multiple of --block-size "
+            f"--cp-kv-cache-interleave-size {stripe} is not a multiple of --block-size "
             f"{block_size}: a block lies on one rank"
         )
 

@@ -55,7 +55,7 @@ def whole_numbers(ids: Iterable[SupportsIndex], what: str) -> list[int]:
         what: name of the prompt, for the message.
 
     Raises:
-        ValueError: one is no whole number.
+        ValueError: one is not a whole number.
     """
     try:
         return [operator.index(each) for each in ids]

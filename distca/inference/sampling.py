@@ -172,7 +172,7 @@ class SamplingParams:
         return int(torch.multinomial(self._kept(probabilities), 1, generator=generator))
 
     def _kept(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """Probabilities of which those that are not drawn from are 0."""
+        """Probabilities, 0 for tokens that are not drawn from."""
         import torch
 
         if self.min_p:

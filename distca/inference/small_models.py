@@ -102,7 +102,7 @@ def save_model(
         kind: class of transformers that makes it.
         config: its configuration.
         folder: its folder.
-        end: token that ends an answer; None: none does, as tokens are random.
+        end: token that ends an answer, or None for random tokens.
         draws_norms: see `save_small_model`.
     """
     from transformers.utils.logging import disable_progress_bar

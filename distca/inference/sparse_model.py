@@ -29,7 +29,7 @@ class SparseModel:
         model: model to load; all its layers see all earlier tokens.
         levels: levels of the virtual ranks, and their tokens.
         device: device of the weights.
-        partitions: micro-partitions, of each of which as large a share is kept.
+        partitions: micro-partitions; the same share of each is kept.
 
     Raises:
         ValueError: layers have windows.

@@ -1,7 +1,7 @@
 """Measuring of what sparsities do to a model's answers, on the user's own prompts.
 
 In each prompt a *needle* is hidden: some tokens of the prompt in random order, somewhere in its
-first three quarters, of which its end repeats the first. The model recalls those that it then says
+first three quarters; its end repeats the first of them. The model recalls those that it then says
 are likeliest. What the prompt itself is followed by is compared where it ends, before the needle is
 asked for: by the divergence of the next tokens' distributions from the dense model's.
 """
@@ -54,13 +54,13 @@ def read_prompts(path: Path, model: ServedModel) -> list[list[int]]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--prompts {path} is no JSON: {error}") from error
+        raise ValueError(f"--prompts {path} is not JSON: {error}") from error
     of_texts = isinstance(given, list) and all(isinstance(each, str) for each in given)
     of_ids = isinstance(given, list) and all(
         isinstance(each, list) and all(type(token) is int for token in each) for each in given
     )
     if not of_texts and not of_ids:
-        raise ValueError(f"--prompts {path} is no list of texts, nor of lists of token ids")
+        raise ValueError(f"--prompts {path} is not a list of texts or of lists of token ids")
     if len(given) < LEAST_PROMPTS:
         raise ValueError(
             f"--prompts {path} has {len(given)} prompts: give at least {LEAST_PROMPTS}, because "

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from distca.inference.runnable import LayerAttention
 
 SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
-"""Projections of which each rank has some outputs."""
+"""Projections with some outputs on each rank."""
 
 SPLIT_INPUTS = ("o_proj", "down_proj")
-"""Projections of which each rank has some inputs, so that outputs are added up."""
+"""Projections with some inputs on each rank, so that outputs are added up."""
 
 _VOCABULARY = ("embed_tokens", "lm_head")
 
@@ -100,7 +100,7 @@ class TensorRanks:
         return values
 
     def complete(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a block's outputs, of which each rank has a part in float32."""
+        """Returns a block's outputs from each rank's part, in float32."""
         if self.sharing is not None and self.sharing.completes:
             return self.sharing.complete(parts, dtype)
         return self.add_up(parts).to(dtype)
@@ -185,7 +185,7 @@ def check_divides(config: PreTrainedConfig, size: int) -> None:
 
 
 _WHOLE = ("gpt_oss",)
-"""Families of which no slices are made: experts' weights lie in another order."""
+"""Families whose weights are not sliced: experts' weights lie in another order."""
 
 _WIDTHS = ("intermediate_size", "moe_intermediate_size")
 
@@ -330,7 +330,7 @@ def _add_hooks(model: PreTrainedModel, vocabulary: int, ranks: TensorRanks) -> N
 
 
 def _project(layer: torch.nn.Linear, ranks: TensorRanks, values: torch.Tensor) -> torch.Tensor:
-    """Outputs of a projection of which each rank has some inputs.
+    """Outputs of a projection with some inputs on each rank.
 
     The ranks' sums are in float32 until all are added up, so that a rank's part is not rounded:
     else bfloat16 logits of small models were 3% further from float32's than one process's on two

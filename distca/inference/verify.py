@@ -71,7 +71,7 @@ def compare(model: ServedModel, done: Sequence[RequestOutput], greedy: bool) -> 
         finite = reference[reference.isfinite()].abs()
         scale = max(float(finite.max()), 1.0) if len(finite) else 1.0
         apart = float(torch.where(reference == ours, 0.0, (reference - ours).abs()).max())
-        # Of two numbers of which one is NaN, Python's maximum is the first.
+        # If one of two numbers is NaN, Python's maximum is the first.
         worst = max(worst, math.inf if math.isnan(apart) else apart / scale)
         top = reference.topk(2).values
         chosen = reference.gather(1, torch.tensor(answer.token_ids)[:, None])

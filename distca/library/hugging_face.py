@@ -7,7 +7,7 @@
     loss = model(**inputs_of(batch)).loss
     loss.backward()
 
-The losses of all ranks add up to the mean over the micro-batch, and so do the gradients: sum them
+The losses and gradients of all ranks add up to those of the mean over the micro-batch: sum them
 over the group's ranks. DistributedDataParallel and FSDP take the mean over the ranks, so multiply
 the loss by the number of ranks (see `examples/`).
 """

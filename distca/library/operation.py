@@ -1,6 +1,6 @@
 """Core attention of a batch as an operation of torch, which `torch.compile` does not look into.
 
-The forward pass runs all three steps of `distca.runtime.AttentionCall`, and so does the backward
+The forward pass runs all three steps of `distca.runtime.AttentionCall`, as does the backward
 pass, on what autograd kept: queries, keys, values, output and LSE of this rank's own rows. A layer
 that is recomputed runs its forward pass again, with its exchanges.
 """

@@ -1,4 +1,4 @@
-"""Keys that travel where tasks drop some of them: how many of which, by key-value head."""
+"""Keys that travel where tasks drop some of them: numbers of keys, by key-value head."""
 
 from __future__ import annotations
 

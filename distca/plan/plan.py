@@ -47,7 +47,7 @@ class Plan:
             and where its owner changes.
         scheduler: name of the scheduler that made the plan.
         notes: reasons why a tolerance or a bound was missed; empty if all were met.
-        cached_prefix: tokens of each document before its first query, of which there are keys and
+        cached_prefix: tokens of each document before its first query, which have keys and
             values alone, int64 `[documents]`; None: no document has any. Cuts may fall on blocks
             counted from its end, too.
         head_groups: groups of heads, above 1 in inference alone. Each has documents of its own:

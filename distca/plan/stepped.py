@@ -77,7 +77,6 @@ class SteppedPlan:
 
     @cached_property
     def steps(self) -> int:
-        """The number of steps."""
         return int(self.step.max(initial=0)) + 1
 
     @property

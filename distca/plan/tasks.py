@@ -17,7 +17,7 @@ class Tasks:
     `[kv_start, kv_end)`. All columns are int64 `[tasks]`; positions are those of the document.
 
     A task has one of the two shapes that a fused variable-length kernel runs at full speed: a full
-    rectangle, all keys of which all of its queries see, or a piece that ends on the diagonal
+    rectangle, whose queries all see all of its keys, or a piece that ends on the diagonal
     (`q_end == kv_end`), causal aligned to the lower right, within the mask's window.
     """
 

@@ -95,8 +95,8 @@ def model_folder(name: str, revision: str | None = None, cache_dir: str | None =
         return folder
     except LocalEntryNotFoundError:
         raise ValueError(
-            f"{name} is in no folder whose weights can be compared with those of the other side: "
-            "give the folder of the model"
+            f"the weights of {name} cannot be compared with the other side's: give the folder of "
+            "the model"
         ) from None
 
 

@@ -30,7 +30,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Returns a message as bytes."""
     return _ENCODER.encode(message)
 
 

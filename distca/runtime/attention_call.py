@@ -418,8 +418,8 @@ class AttentionCall:
         return LatentGradients(rows, self._gradients[1:], kv.latents, self._weight, self._scratch)
 
     def combine_backward(self) -> tuple[torch.Tensor, ...]:
-        """Returns the gradients of the local queries, keys and values, and of latents of which any
-        were sent."""
+        """Returns the gradients of the local queries, keys and values, and of latents if any were
+        sent."""
         assert self._sent is not None
         assert self._gradients is not None
         assert self._exchange is not None

@@ -57,7 +57,6 @@ class AttentionTimes:
         self._step = StepTimes()
 
     def end_step(self) -> None:
-        """Ends the step."""
         step, self._step = self._step, None
         assert step is not None, "no step has begun"
         if self._cuda:

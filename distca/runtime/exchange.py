@@ -80,7 +80,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class GatherBoth:
-    """Rows of both memories, of which many pieces would be copied.
+    """Rows of both memories, gathered because they lie in many pieces.
 
     Attributes:
         most: rows of the memory that holds most of them; any row stands in for each other one.

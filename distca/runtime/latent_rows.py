@@ -106,7 +106,7 @@ class LatentGradients:
 
 
 def _of_received(rows: Rows, parts: torch.Tensor, scratch: Workspace) -> torch.Tensor:
-    """Gradients of received rows, of which all calls gave `parts`."""
+    """Gradients of received rows: the sum of all calls' `parts`."""
     sums = rows.received_sums
     if sums is None:
         return parts[rows.local : rows.served]

@@ -46,7 +46,6 @@ class SummedRows(RowSource):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         if self.sums is None:
             return self.tensors[0].shape[0]
         return (self.sums.parts if self.sums.begins is None else self.sums.begins).shape[0]

@@ -116,7 +116,7 @@ def compute_gradients(
 
 
 def received_gradients(rows: Rows, parts: Sequence[torch.Tensor]) -> SummedRows:
-    """The gradients of the received rows of one kind, of which all calls gave `parts`."""
+    """The gradients of the received rows of one kind: the sum of all calls' `parts`."""
     if rows.received_sums is None:
         return SummedRows([each[rows.local : rows.served] for each in parts])
     return SummedRows(parts, rows.received_sums)

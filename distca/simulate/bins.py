@@ -67,8 +67,8 @@ class AllWork:
 
     Attributes:
         attention: forward seconds of a task.
-        with_backward: ratio of a task's forward and backward seconds to its forward seconds, of
-            which there are two where layers are recomputed.
+        with_backward: ratio of a task's forward and backward seconds to its forward seconds;
+            recomputed layers have two forward passes.
         per_token: seconds of a token's work other than attention, forward and backward.
     """
 

@@ -90,7 +90,6 @@ class PlanCosts(PlanMemory):
         return self._pass("backward", BACKWARD_PHASES, seconds)
 
     def of(self, direction: Pass) -> PassCosts:
-        """Costs of a pass."""
         return self.forward if direction == "forward" else self.backward
 
     @cached_property

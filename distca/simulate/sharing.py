@@ -381,13 +381,13 @@ def ring_copies(tokens: Int64s, group: Group, costs: ModelCosts) -> tuple[Floats
     earlier = np.arange(group.size) // group.all_to_all
     later = steps - 1 - earlier
     # Steps over heads copy half of the keys, steps of tails half of the queries, and backward of
-    # outputs and their gradients. Each step's output is read, and added; so are all gradients.
+    # outputs and their gradients. Each step's output and all gradients are read, and added.
     rows = (1 + earlier + later / 2) if steps > 1 else 0.0 * earlier
     keys = (1 + earlier / 2 + later) if steps > 1 else 0.0 * earlier
     forward = earlier * kv + later * q + 3 * rows * out
     backward = earlier * kv + later * (q + 2 * out) + 3 * (rows * q + keys * kv)
     if group.all_to_all > 1:
-        # Two or three copies, before or after: of which each reads and writes.
+        # Two or three copies, before or after; each reads and writes.
         forward, backward = forward + 6 * (q + out + kv), backward + 6 * (q + 2 * out + kv)
     copied = own * np.stack([forward, backward], axis=1)
     # All steps' outputs and keys; keys and gradients that come and go.

@@ -75,7 +75,7 @@ class Signal(_Wrapper):
 
 
 class _Zeros(Pending):
-    """An exchange of signals, of which zeros are handed out as the result."""
+    """An exchange of signals; its result is zeros."""
 
     def __init__(self, signals: Pending, zeros: torch.Tensor) -> None:
         self._signals, self._zeros = signals, zeros

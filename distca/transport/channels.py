@@ -20,7 +20,6 @@ DONE, NOT_YET, TIMED_OUT, DIED, LEFT, ABORTED = range(6)
 
 
 def _channel_of(number: int) -> Channel:
-    """Returns the channel of a number."""
     return Channel(DIRECTIONS[number % len(DIRECTIONS)], number // len(DIRECTIONS))
 
 

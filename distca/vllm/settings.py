@@ -195,8 +195,8 @@ def _check_latents(config: VllmConfig) -> None:
     model = config.model_config
     if not current_platform.is_cpu():
         raise ValueError(
-            f"DistCAConnector: {model.model} has multi-latent attention, whose heads no kernel of "
-            "the prefill ranks for GPUs has"
+            f"DistCAConnector: {model.model} has multi-latent attention, which prefill ranks "
+            "compute only on CPUs"
         )
     rotary = getattr(model.hf_text_config, "rope_parameters", None) or {}
     off = f"-{RotaryEmbedding.name}"

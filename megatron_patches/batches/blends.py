@@ -113,7 +113,7 @@ def check_blends(
         )
     if args.multiple_validation_sets and "test" in found:
         raise ValueError(
-            "--multiple-validation-sets goes without a test, in Megatron-LM, too: leave out the "
+            "--multiple-validation-sets allows no test set, in Megatron-LM, too: leave out the "
             "test's data"
         )
     return found
@@ -157,7 +157,7 @@ def _blend(words: Sequence[str], flag: str, split: str | None) -> Blend:
         raise ValueError(mixed)
     if weights is not None and not (min(weights) > 0 and sum(weights) < np.inf):
         raise ValueError(
-            f"{flag} weights {weights}: every weight must be positive, and so must be their sum"
+            f"{flag} weights {weights}: every weight must be positive, and their sum finite"
         )
     return Blend(tuple(prefixes), None if weights is None else tuple(weights), split)
 
@@ -188,7 +188,7 @@ def _words_of_splits(file: str, text: str) -> dict[str, list[str]]:
         }
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f'{file} is not as it must be ({error}): give {{"train": "0.3 a 0.7 b", "valid": '
+            f'{file} has the wrong form ({error}): give {{"train": "0.3 a 0.7 b", "valid": '
             '["c"], "test": ["c"]}'
         ) from error
     return found

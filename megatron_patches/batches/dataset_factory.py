@@ -82,7 +82,7 @@ def open_stream(
     )
 
 
-# All splits of a run read a file once, and so do the checks before it.
+# All splits of a run, and the checks before it, read a file once.
 @cache
 def _conversations(path: str, tokenizer_model: str, prompt_format: str) -> Conversations:
     return read_conversations(path, chat_tokenizer(tokenizer_model, prompt_format))
@@ -94,7 +94,7 @@ def _shared_conversations(
 ) -> SharedConversations:
     found = SharedConversations(_conversations(path, tokenizer_model, prompt_format), most)
     logger.info(
-        "--distca-share-prefixes: the conversations of %s are %s, for %.2f times fewer tokens",
+        "--distca-share-prefixes: the conversations of %s are %s, with %.2f times fewer tokens",
         *(path, counted(len(found.lengths), "tree"), found.saved),
     )
     return found

@@ -22,7 +22,7 @@ PAIRS = "million pairs of a micro-batch"
 """Name in logs of the visible pairs of a layer, in the mean micro-batch of a rank."""
 
 _ALMOST_NONE = 1e-30
-"""Targets of a micro-batch without any, which vanish beside a single one."""
+"""Epsilon that stands for the targets of a micro-batch without any."""
 
 
 def million_pairs(lengths: Int64s, masks: LayerMasks, trees: DocumentTrees | None = None) -> float:

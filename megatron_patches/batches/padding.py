@@ -12,7 +12,7 @@ _LONGEST = 128
 
 
 class Padding(TokenSource):
-    """Documents of padding: number `n` has `n + 1` tokens, of which none is a target."""
+    """Documents of padding: number `n` has `n + 1` tokens and no target."""
 
     @property
     def lengths(self) -> Int64s:

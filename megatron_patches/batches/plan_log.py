@@ -41,7 +41,7 @@ FIRST_PLAN = "first_plan.json"
 _WITHOUT_GROUPS = {
     "per-document-cp": "is the same as packed",
     "ring-zigzag": "has the placement of packed",
-    "wlb-llm": "packs whole documents, and shards none, which is packed with another packing",
+    "wlb-llm": "packs whole documents and shards none, like packed but in another order",
 }
 """How baselines with context-parallel groups behave where groups have one rank, by name."""
 
@@ -144,7 +144,7 @@ def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, fl
     """Returns figures of a global batch, by their names on boards.
 
     All servers of a pool wait for its busiest in each nano-batch of a tick: the loads of the
-    busiest add up over the forward ticks, and so do the means. Pools, and the ranks of plain data
+    busiest add up over the forward ticks, as do the means. Pools, and the ranks of plain data
     parallelism, wait for each other once, when all micro-batches are done.
 
     Args:

@@ -138,8 +138,8 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
     if not _is_of_our_data(saved):
         log(
             logging.WARNING,
-            "the checkpoint notes no place in our order of the data, since plain Megatron-LM has "
-            "another: some documents may come again, and others be left out",
+            "the checkpoint of plain Megatron-LM has no position in our order of the data: some "
+            "documents may repeat, and others may be skipped",
         )
         return config
     was, now = saved["seq_length"], args.seq_length
@@ -149,7 +149,7 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
     if was != now:
         log(
             logging.INFO,
-            "--seq-length was %d, now %d: training goes on at token %d of the stream, where the "
+            "--seq-length was %d, now %d: training continues at token %d of the stream, where the "
             "checkpoint's ended",
             *(was, now, args.train_stream_start + saved["consumed_train_samples"] * now),
         )
@@ -157,7 +157,7 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
         log(
             logging.WARNING,
             "the checkpoint's run was with%s --distca-share-prefixes, so the rest of the data "
-            "comes in another order: some conversations may come again, and others be left out",
+            "comes in another order: some conversations may repeat, and others may be skipped",
             "out" if config.documents.share_prefixes else "",
         )
     pieces, given = _max_document_tokens_of(saved), config.documents.max_length

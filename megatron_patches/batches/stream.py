@@ -438,7 +438,7 @@ def _check_whole(source: TokenSource, documents: Int64s, pack: int) -> None:
 
 
 def _check_loss(source: TokenSource, documents: Int64s, where: str) -> None:
-    """Refuses documents of which no token counts in the loss, which would stay 0."""
+    """Refuses documents without a token that counts in the loss, which would stay 0."""
     for document in documents.tolist():
         length = int(source.lengths[document])
         if length < 2:

@@ -47,7 +47,7 @@ def to_megatron(
     if latest_iteration(checkpoint) is not None:
         raise ValueError(f"--to {checkpoint} has a checkpoint already: give another folder")
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give that of a model of transformers")
+        raise ValueError(f"{folder} is not a folder: give that of a model of transformers")
     source = Checkpoint.read(str(folder))
     if getattr(source.multimodal or source.config, "quantization_config", None):
         raise ValueError(

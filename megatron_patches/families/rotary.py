@@ -112,9 +112,9 @@ def _base_flags(rope: dict[str, Any]) -> list[str]:
     """Returns the flags of a rotary embedding's base.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is not a whole number.
     """
     base = float(rope["rope_theta"])
     if base != int(base):
-        raise ValueError(f"rope_theta {base} is no whole number, which --rotary-base must be")
+        raise ValueError(f"rope_theta {base} is not a whole number, which --rotary-base must be")
     return ["--position-embedding-type", "rope", "--rotary-base", str(int(base))]

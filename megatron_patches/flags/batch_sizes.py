@@ -113,7 +113,7 @@ class BatchSizes:
             sizes = _rampup_sizes(self.rampup, self.global_batch_size)
             if not BATCHES_RAMP_UP:
                 raise ValueError(
-                    f"{flag} went with megatron-core 0.18: give --step-batch-size-schedule "
+                    f"{flag} was removed in megatron-core 0.18: give --step-batch-size-schedule "
                     f"'{_as_steps(sizes, self.seq_length)}' (tokens:size) instead of it and of "
                     "--global-batch-size"
                 )
@@ -125,7 +125,7 @@ class BatchSizes:
         for _, size in sizes:
             if size % unit and not self.decrease_if_needed:
                 raise ValueError(
-                    f"{flag}: the global batch size {size} is no multiple of --micro-batch-size "
+                    f"{flag}: the global batch size {size} is not a multiple of --micro-batch-size "
                     f"{self.micro_batch_size} times the data-parallel size "
                     f"{self.data_parallel_size}"
                 )
@@ -167,7 +167,7 @@ class BatchSizes:
 
 
 def samples_of_training(args: Namespace) -> int:
-    """Returns the training samples of the whole run, of which some were in batches of other sizes.
+    """Returns the training samples of the whole run; some were in batches of other sizes.
 
     Args:
         args: Megatron-LM's arguments, with the progress of the checkpoint that was loaded.
@@ -179,7 +179,7 @@ def samples_of_training(args: Namespace) -> int:
 
 
 def check_batch(args: Namespace) -> None:
-    """Checks that ranks can share a global batch, of which Megatron-LM names flags of evaluations.
+    """Checks that ranks can share a global batch; Megatron-LM's message names evaluation flags.
 
     Args:
         args: arguments before Megatron-LM checks them, with the number of ranks with a model.
@@ -202,7 +202,7 @@ def check_batch(args: Namespace) -> None:
         above = args.global_batch_size - left + unit
         below = f"{above - unit} or " if above > unit else ""
         raise ValueError(
-            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
             f"{args.micro_batch_size} times the data-parallel size {ranks}: give {below}{above}"
         )
 

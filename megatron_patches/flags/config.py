@@ -50,7 +50,7 @@ class TransportConfig:
         blocks = self.nccl_max_ctas
         if blocks & (blocks - 1):
             raise ValueError(
-                f"--distca-nccl-max-ctas {blocks} is no power of two, to which NCCL rounds it up: "
+                f"--distca-nccl-max-ctas {blocks} is not a power of two, and NCCL rounds it up: "
                 "use 8, or 16 where the GPUs of one machine exchange most"
             )
 

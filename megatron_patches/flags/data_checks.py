@@ -44,7 +44,7 @@ def _validate_shared_prefixes(config: DistcaConfig, args: Namespace) -> None:
         return
     flag, scheduling = "--distca-share-prefixes", config.scheduling
     if not config.enabled:
-        raise ValueError(f"{flag} needs --distca, whose plans know what conversations share")
+        raise ValueError(f"{flag} needs --distca, which plans shared prefixes: add it")
     for other, given in (
         (f"--distca-scheduler {scheduling.scheduler}", scheduling.scheduler != "tiles"),
         ("--distca-placement sequential", not scheduling.free_placement),

@@ -413,8 +413,8 @@ def masks_of_a_chunk(args: Namespace) -> LayerMasks:
         if masks.of_layer(layer) != pattern[layer % layers]:
             raise ValueError(
                 f"--window-attn-skip-freq gives layer {layer + 1} another mask than layer "
-                f"{layer % layers + 1}, beside which it runs: stages share attention servers, and "
-                f"need the same windows in each {layers} layers; choose pipeline sizes for which "
-                "the pattern repeats"
+                f"{layer % layers + 1}, which runs at the same time: stages share servers "
+                f"and need the same windows in each {layers} layers; choose pipeline sizes for "
+                "which the pattern repeats"
             )
     return LayerMasks.of(pattern)

@@ -18,10 +18,10 @@ def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
     if config.head_parallel > 1:
         return "ranks share heads, and a latent is of all heads: remove --distca-head-parallel-size"
     if config.dedicated:
-        return "dedicated servers have no weights to expand them by: remove --distca-servers"
+        return "dedicated servers have no weights to expand them: remove --distca-servers"
     if args.pipeline_model_parallel_size > 1 and config.scheduling.pool_stages:
         return (
-            "servers of other pipeline stages have not the layer's weight to expand them by: add "
+            "servers of other pipeline stages lack the layer's weight to expand them: add "
             "--no-distca-pool-stages"
         )
     if "mla_up_proj" in (args.recompute_modules or ()):

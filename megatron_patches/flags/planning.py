@@ -44,7 +44,7 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
             )
         cost_model = profile.of_training()
     else:
-        logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
+        logger.info("no --distca-profile: plans balance query-key pairs, not measured times")
         cost_model = AnalyticCost.of_shape(shape)
     travelling = comm_shape(config, args)
     if args.multi_latent_attention:

@@ -45,8 +45,8 @@ def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
         )
     if config.wide_documents is not None and args.pipeline_model_parallel_size > 1:
         raise ValueError(
-            "--distca-wide-documents goes without pipelines, whose ticks mix micro-batches: remove "
-            "it, or --pipeline-model-parallel-size"
+            "--distca-wide-documents does not work with pipelines, whose ticks mix micro-batches: "
+            "remove it, or --pipeline-model-parallel-size"
         )
     for other, given, why in (
         (f"--distca-chain {config.chain}", config.chain > 1, "a chain lies on all ranks"),

@@ -122,7 +122,7 @@ def _validate_latent_attention(args: Namespace) -> None:
     if args.transformer_impl != "local" and parallel > 1 and not args.sequence_parallel:
         raise ValueError(
             "--multi-latent-attention with --tensor-model-parallel-size needs --sequence-parallel: "
-            "otherwise Transformer Engine's layers sum no gradients of what keys of all heads share"
+            "without it Transformer Engine's layers do not sum gradients of the keys' shared part"
         )
 
 

@@ -48,7 +48,7 @@ def latest_iteration(root: str | Path) -> int | None:
     text = tracker.read_text(errors="replace").strip()
     if not text.isdigit():
         raise ValueError(
-            f"{tracker} holds {text[:40]!r}, which is no iteration: write one of {root} into it"
+            f"{tracker} holds {text[:40]!r}, which is not an iteration: write one of {root} into it"
             f"{suggest_checkpoint(root)}"
         )
     if not checkpoint_name(root, int(text)).is_dir():
@@ -68,7 +68,7 @@ def refuse_lost_tracker(root: str | Path) -> None:
     whole = latest_whole_iteration(root)
     if whole is not None:
         raise ValueError(
-            f"{Path(root) / TRACKER} is missing beside whole checkpoints; the latest is of "
+            f"{Path(root) / TRACKER} is missing, but there are whole checkpoints; the latest is of "
             f"iteration {whole}: write {whole} into that file, or give another --load"
         )
 

@@ -169,7 +169,7 @@ class _Splits:
             return None
         if consumed % layout.samples_per_micro_batch:
             raise ValueError(
-                f"{consumed} samples were consumed before, which is no whole number of "
+                f"{consumed} samples were consumed before, which is not a whole number of "
                 f"micro-batches of {layout.samples_per_micro_batch} samples: resume with a "
                 "data-parallel size times --micro-batch-size that divides it"
             )

@@ -206,7 +206,7 @@ class _TestWriter:
 def mean_over_tokens(theirs: Callable[..., Any], run: Evaluating) -> Callable[..., Any]:
     """Evaluates with a mean over all tokens that count, as without `--sft`.
 
-    With it Megatron-LM averages micro-batches and ranks, of which some may have no such token.
+    With it Megatron-LM averages micro-batches and ranks; some may have no such token.
     A loss that is not finite ends the run: Megatron-LM would log a perplexity of exp(20).
     """
     signature = inspect.signature(theirs)

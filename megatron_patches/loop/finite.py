@@ -192,7 +192,7 @@ def _bad_weight(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, str] 
 
 
 def _described(what: str, names: Sequence[str]) -> str:
-    more = f" (nor are {len(names) - 1} others)" if len(names) > 1 else ""
+    more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
     return f"the {what} of {names[0]} is not finite{more}"
 
 

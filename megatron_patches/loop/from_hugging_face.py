@@ -66,7 +66,7 @@ def with_model_flags(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
     from megatron_patches.families.flags import model_flags, run_flags, vocabulary_flags
 
     if not folder.is_dir():
-        raise ValueError(f"--from-hf {folder} is no folder: give that of a model of transformers")
+        raise ValueError(f"--from-hf {folder} is not a folder: give a transformers model's")
     given = _given(parser, argv)
     config = Checkpoint.read(str(folder)).config
     flags = model_flags(config, parser)

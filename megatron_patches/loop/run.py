@@ -77,7 +77,7 @@ class LoopRun:
             self.watch.end_if_late()
 
     def stop_watch(self) -> None:
-        """Ends the watch over ranks, of which some may leave before others."""
+        """Ends the watch over ranks; some may leave before others."""
         if self.watch is not None:
             self.watch.close()
 
@@ -180,8 +180,8 @@ def checked(
         args.eval_interval = EVAL_INTERVAL
     if args.multiple_validation_sets and args.virtual_pipeline_model_parallel_size:
         raise ValueError(
-            "--multiple-validation-sets goes without virtual pipeline stages in Megatron-LM's "
-            "loop: remove one"
+            "--multiple-validation-sets does not work with virtual pipeline stages in "
+            "Megatron-LM's loop: remove one"
         )
     if memory is not None:
         # Checks make lists of all layers.

@@ -112,7 +112,7 @@ class _AnyHeads(DotProductAttention):
                 self._own_key_size = config.qk_head_dim
 
     def _of_all_heads(self, key: torch.Tensor) -> torch.Tensor:
-        """Returns the keys, of which ranks may share a part."""
+        """Returns the keys; ranks may share a part of them."""
         if self._own_key_size is None:
             return key
         return sum_shared_gradient(key, self._own_key_size, self.tp_group)
@@ -306,7 +306,7 @@ class PackedCoreAttention(_CoreAttentionModule):
 
 
 class DenseCoreAttention(_AnyHeads):
-    """Megatron's own core attention with a dense mask, of which layers may have several."""
+    """Megatron's own core attention with a dense mask; layers may have different masks."""
 
     def __init__(
         self, config: Any, layer_number: int, *args: Any, masks: LayerMasks, **kwargs: Any

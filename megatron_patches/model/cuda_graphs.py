@@ -13,7 +13,7 @@ captured when none is free. Who may still look into that memory, and when it may
   before the instance's own backward pass, by autograd's order. After that pass nobody needs it, nor
   what it was given: the instance is free.
 - Gradients are copied out, since autograd may keep one until others are added to it: that of a
-  residual, or that of a weight, of which the other nano-batch's comes later. So all instances can
+  residual, or that of a weight, whose other nano-batch's gradient comes later. So all instances can
   use the same memory for them.
 - Without gradients nothing says when an output is no longer used, so it is copied out.
 

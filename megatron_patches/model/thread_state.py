@@ -43,7 +43,6 @@ class ThreadState(NamedTuple):
 
     @classmethod
     def present(cls) -> ThreadState:
-        """Returns the state of this thread."""
         # Written out without loops, and stacks that are empty are not read: this runs several
         # times a layer.
         functions, operators = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
@@ -85,7 +84,7 @@ class ThreadState(NamedTuple):
 
 
 def _saving() -> tuple[tuple[Any, Any], ...]:
-    """Returns the hooks of saved tensors, of which torch tells the top alone."""
+    """Returns the hooks of saved tensors; torch itself shows only the top one."""
     found = []
     while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
         found.append(top)

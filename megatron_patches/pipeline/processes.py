@@ -166,7 +166,7 @@ class Control:
         return list(numbers) if self._group.rank() == 0 else sent.tolist()
 
     def announce(self, number: int) -> None:
-        """Tells of which iterator the next global batch is: see `DataIterators.numbered`."""
+        """Announces the iterator of the next global batch: see `DataIterators.numbered`."""
         self.broadcast([number])
 
     def dismiss(self) -> None:

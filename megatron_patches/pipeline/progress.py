@@ -33,7 +33,6 @@ class Progress:
         self.entered += 1
 
     def begin(self, iteration: int) -> None:
-        """Begins an iteration."""
         self.iteration = iteration
         self.begun += 1
         self.enter("forward and backward passes")

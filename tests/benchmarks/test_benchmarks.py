@@ -193,10 +193,10 @@ def setting_from(*flags: str, started: int = 2) -> Setting:
     ("flags", "message"),
     [
         (["--processes", "4"], "--processes 4, but the launcher started 2"),
-        (["--tensor-model-parallel-size", "4"], "2 processes are no multiple of tensor x pipeline"),
+        (["--tensor-model-parallel-size", "4"], "2 processes are not a multiple of tensor x"),
         (["--distca-scheduler=tiles"], "--distca-scheduler is not for this benchmark: give --sch"),
         (["--save", "x"], "--save does nothing here"),
-        (["--num-query-groups", "3"], "8 query heads are no multiple of 3 key-value heads"),
+        (["--num-query-groups", "3"], "8 query heads are not a multiple of 3 key-value heads"),
     ],
 )
 def test_throughput_refuses(flags, message) -> None:

@@ -107,8 +107,8 @@ def test_flags_say_how_groups_grow(model: str, tmp_path: Path) -> None:
         ("--rank-groups cdsp --prefill-times {other}", "are of another model on a GPU, not of"),
         ("--rank-groups cdsp --prefill-times {four}", "on 4 ranks and more, and there are 2"),
         ("--rank-groups many --prefill-times {times}", "no strategy 'many': choose from fixed-N"),
-        ("--rank-groups fixed-3 --prefill-times {times}", "3 ranks are no power of two"),
-        ("--rank-groups fixed-4 --prefill-times {times}", "2 ranks are no groups of 4"),
+        ("--rank-groups fixed-3 --prefill-times {times}", "3 ranks are not a power of two"),
+        ("--rank-groups fixed-4 --prefill-times {times}", "2 ranks cannot form groups of 4"),
         (
             "--rank-groups cdsp --prefill-times {times} --prefill-strategy runahead",
             "--prefill-strategy runahead shares each prompt among all ranks",

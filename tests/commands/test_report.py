@@ -192,7 +192,7 @@ def test_a_timeline_alone_is_a_report(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (None, "is no folder: give the one that a run wrote to"),
+        (None, "is not a folder: give the one that a run wrote to"),
         ("empty", "has no figures of a run: train with --tensorboard-dir or --distca-trace"),
     ],
 )

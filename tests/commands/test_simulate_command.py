@@ -229,7 +229,7 @@ def test_the_table_is_not_lost_where_a_file_cannot_be_written(
     captured = capsys.readouterr()
     assert "out of memory in all" in captured.out
     assert "nothing of DistCA fits" in captured.err
-    # A link into what is no folder is found out when it is written.
+    # A link into what is not a folder is found out when it is written.
     plot = tmp_path / "plot.png"
     (tmp_path / "file").touch()
     plot.symlink_to(tmp_path / "file" / "plot.png")
@@ -249,7 +249,7 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
         (["--gpus", "7"], "no layout divides 7 GPUs: ranks must share"),
         (["--gpus", "7"], "layers. Give --gpus 4 or 8, or other --sequences"),
         (["--gpus", "99999999"], "--gpus 99999999: give at most 65536"),
-        (["--gpus", "12"], "--gpus 12 are no whole nodes of 8: give a multiple, or --gpus-per"),
+        (["--gpus", "12"], "--gpus 12 are not whole nodes of 8: give a multiple, or --gpus-per"),
         (["--batches", "0"], "--batches 0 must be at least 1"),
         (["--tolerance", "1"], "--tolerance 1.0 is out of range"),
         (["--network-gb-per-s", "-1"], "--network-gb-per-s -1.0 must be positive"),

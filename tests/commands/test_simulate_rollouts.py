@@ -44,7 +44,7 @@ def test_it_says_what_sharing_gains(capsys) -> None:
         (["--model", "gemma3-27b-like"], "windows or chunks"),
         (["--tensor-model-parallel-sizes", "3"], "no size of --tensor-model-parallel-sizes"),
         (["--batches", "0"], "--batches 0: give at least 1"),
-        (["--gpus", "100"], "--gpus 100 are no whole nodes of 8: give a multiple"),
+        (["--gpus", "100"], "--gpus 100 are not whole nodes of 8: give a multiple"),
         (["--gpus", "1000000000"], "--gpus 1000000000: give at most 65536"),
         (["--prompt", "1000000000000"], "rollouts have more than 134,217,728 tokens"),
         (["--groups", "1000000000"], "8,000,000,000 rollouts: give at most 1,048,576"),

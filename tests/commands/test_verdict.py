@@ -183,7 +183,7 @@ def test_what_was_tried_is_not_advised() -> None:
 
 
 def test_what_cannot_run_as_asked_is_told_in_the_first_line() -> None:
-    """A sequence is no multiple of what the runtime cuts documents at."""
+    """A sequence is not a multiple of what the runtime cuts documents at."""
     job = replace(JOB, context=8191)
     choices = [choice("plain", [1.5, 1.5]), choice("tiles", [1.0, 1.0])]
     verdict = Verdict.of(choices)
@@ -206,7 +206,7 @@ def test_the_table_explains_itself() -> None:
     assert " 80.3 " in lines[2]
     assert "1.100 (1.100 to 1.100)" in lines[2]
     assert "1.0" not in lines[3].split("0.0%")[-1]
-    assert "A GPU has 85 GB (79 GiB), of which training may fill 81 GB." in lines
+    assert "A GPU has 85 GB (79 GiB). Training may fill 81 GB." in lines
     assert "2 batch(es); simulated" in lines[0]
     rates = "core attention 340 TFLOP/s forward, linear layers 50% of 990 TFLOP/s"
     assert f"Assumed rates: {rates}" in lines

@@ -186,7 +186,7 @@ def test_dense_layers_among_experts_are_told_or_refused(tmp_path: Path, caplog) 
         (json.dumps(LLAMA | {"hidden_size": "4096"}), "hidden_size is '4096': it must be"),
         (json.dumps(LLAMA | {"hidden_size": True}), "hidden_size is True: it must be"),
         (json.dumps(MIXTRAL | {"num_experts_per_tok": 9}), "cannot use 9 of 8 experts"),
-        (json.dumps(MISTRAL | {"layer_types": "x"}), "layer_types is no list"),
+        (json.dumps(MISTRAL | {"layer_types": "x"}), "layer_types is not a list"),
     ],
 )
 def test_what_describes_no_model_is_refused(tmp_path: Path, content: str, message: str) -> None:

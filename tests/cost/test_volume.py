@@ -107,7 +107,7 @@ def test_bytes_are_those_of_the_sets_of_rows(
 
 
 def test_bad_shapes_and_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 query heads are no multiple of 4 key-value heads"):
+    with pytest.raises(ValueError, match="6 query heads are not a multiple of 4 key-value heads"):
         AttentionShape(6, 4, 8)
     with pytest.raises(ValueError, match="at least 1"):
         AttentionShape(6, 2, 0)

@@ -105,11 +105,11 @@ def test_completions_are_conversations_with_their_prompt(folder, tmp_path) -> No
         ('{"messages": [', r"no JSON \(Expecting value"),
         ("[1]", "no JSON object with a list of 'messages'"),
         ('{"prompt": "a"}', "or 'prompt' and 'completions'"),
-        ('{"completions": ["a"]}', "'prompt' is no text and no list of messages"),
-        ('{"prompt": "a", "completions": []}', "'completions' is no list of texts"),
-        ('{"prompt": "a", "completions": [1]}', "completion 1 is no text"),
+        ('{"completions": ["a"]}', "'prompt' is neither a text nor a list of messages"),
+        ('{"prompt": "a", "completions": []}', "'completions' is not a list of texts"),
+        ('{"prompt": "a", "completions": [1]}', "completion 1 is neither a text"),
         ('{"prompt": [{}], "completions": ["b"]}', "'prompt': message 1 has no text as its 'role'"),
-        ('{"prompt": "a", "completions": ["b"], "weights": []}', "no list of 1 numbers"),
+        ('{"prompt": "a", "completions": ["b"], "weights": []}', "not a list of 1 numbers"),
         ('{"prompt": "a", "completions": ["b"], "weights": [-1]}', "weight 1 is -1: give a number"),
         ('{"prompt": "a", "completions": ["b"], "weights": [NaN]}', "weight 1 is nan: give a"),
         ('{"prompt": "a", "completions": ["b"], "weights": [1e39]}', "from 0 to 1e\\+30"),
@@ -117,7 +117,7 @@ def test_completions_are_conversations_with_their_prompt(folder, tmp_path) -> No
             '{"prompt": "a", "completions": ["b"], "weights": [1' + "0" * 400 + "]}",
             "from 0 to 1e\\+30",
         ),
-        ('{"prompt": "a", "completions": ["b"], "messages": []}', "'messages' beside"),
+        ('{"prompt": "a", "completions": ["b"], "messages": []}', "both 'messages' and"),
         ('{"messages": []}', "no JSON object with a list of 'messages'"),
         ('{"messages": ["hi"]}', "message 1 has no text as its 'role'"),
         ('{"messages": [{"role": "user"}]}', "message 1 has no text as its 'content'"),
@@ -159,7 +159,7 @@ def test_what_a_template_refuses_is_named(tmp_path) -> None:
 def test_tokenizers_that_cannot_write_are_refused(folder, tmp_path) -> None:
     with pytest.raises(ValueError, match="choose from nemotron-h-aligned, nemotron-nano-v2, "):
         ChatTokenizer(folder, "chatml", ends=True)
-    with pytest.raises(ValueError, match="is no folder of a tokenizer"):
+    with pytest.raises(ValueError, match="is not a folder of a tokenizer"):
         ChatTokenizer(f"{folder}/tokenizer.json", "default", ends=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty cannot be read"):

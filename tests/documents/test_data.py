@@ -148,7 +148,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path):
         (["--input", "empty"], "holds no file"),
         (["--input", "ids.txt", "--workers", "0"], "--workers 0"),
         (["--input", "bad.jsonl", "--tokenizer-type", "ByteLevelTokenizer"], "line 2"),
-        (["--input", "number.jsonl", "--tokenizer-type", "ByteLevelTokenizer"], "is no text"),
+        (["--input", "number.jsonl", "--tokenizer-type", "ByteLevelTokenizer"], "is not a text"),
         (["--input", "blank.txt", "--tokenizer-type", "ByteLevelTokenizer"], "holds no text"),
         (["--input", "ids.txt"], "--tokenizer-model"),
         (["--input", "ids.txt", "--tokenizer-model", "ids.txt"], "no tokenizer.json"),
@@ -278,7 +278,7 @@ def test_what_is_no_utf_8_text_is_named_and_left_out_or_refused(tmp_path, monkey
     given = ["--input", "in", "--output-prefix", "out"]
     assert command(*given, "--train-tokenizer=300") == 0
     captured = capsys.readouterr()
-    assert re.match(r"out: 3 documents, \d+ tokens; left out: 6; a --split ", captured.out)
+    assert re.match(r"out: 3 documents, \d+ tokens; left out: 6; --split ", captured.out)
     listed = [fault for _, told in faults.values() for fault in told.splitlines()]
     assert Path("out_left_out.txt").read_text().splitlines() == listed
     assert len(captured.err.splitlines()) == 4

@@ -50,7 +50,7 @@ def test_weights_are_read_with_them() -> None:
 @pytest.mark.parametrize(
     ("documents", "said"),
     [
-        ([[1, 2]], "mine gives a list, which is no list of documents: it needs __len__, lengths"),
+        ([[1, 2]], "mine gives a list, which is not a list of documents: it needs __len__,"),
         (Numbers([3, 4], count=3), "one whole number for each of the 3 documents"),
         (Numbers([3.0, 4.0]), "one whole number for each of the 2 documents, not float64"),
         (Numbers([0, 0]), "some must be positive"),

@@ -22,9 +22,9 @@ def test_strings_may_hold_any_end_of_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b"\xff\xfe", "is no text in UTF-8"),
-        (b"[" * 100_000, ":1 is no JSON"),
-        (b"{}", ":1 is no list of messages"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"[" * 100_000, ":1 is not JSON"),
+        (b"{}", ":1 is not a list of messages"),
     ],
 )
 def test_other_conversations_are_refused(tmp_path: Path, content: bytes, line: str) -> None:
@@ -38,5 +38,5 @@ def test_other_conversations_are_refused(tmp_path: Path, content: bytes, line: s
 def test_other_token_ids_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "ids.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"--prompt-ids {path} is no JSON"):
+    with pytest.raises(ValueError, match=f"--prompt-ids {path} is not JSON"):
         read_prompt_ids(path)

@@ -36,7 +36,7 @@ def http_error(kind: type[HfHubHTTPError], text: str) -> HfHubHTTPError:
 
 MISSING = http_error(RepositoryNotFoundError, "401")
 WRONG = [
-    (MISSING, "no-such-owner/model is no folder, and no model of this name is on the Hugging Face"),
+    (MISSING, "no-such-owner/model is not a folder, and the Hugging Face hub has no model of this"),
     (
         OSError("no route"),
         r"hub's cache, and the hub cannot be reached \(no route\): give",
@@ -90,5 +90,5 @@ def test_commands_say_so_before_anything_else(
         main([command[0], "no-such-owner/model", *command[1:]])
     assert ended.value.code == 2
     told = capsys.readouterr().err.strip().splitlines()
-    assert "no model of this name is on the Hugging Face hub" in told[-1]
+    assert "the Hugging Face hub has no model of this name" in told[-1]
     assert len(asked) == 1

@@ -226,7 +226,7 @@ def test_answers_are_aborted_as_they_are_and_others_go_on(tmp_path: Path) -> Non
         assert (told.count(3), told.count(4)) == (2, 0)
         assert llm.engine.cache.referenced(0) == 0
         for wrong in ("0", True, 1.0):
-            with pytest.raises(ValueError, match="is no number of an answer"):
+            with pytest.raises(ValueError, match="is not the number of an answer"):
                 llm.abort(wrong)
         # What is aborted while nothing runs is not of the next call.
         llm.abort(0)

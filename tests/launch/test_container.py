@@ -166,7 +166,7 @@ def test_all_packages_resolve_for_a_machine_with_cuda(tmp_path: Path) -> None:
     command += ["--quiet", "--report", str(tmp_path / "report.json"), *wanted]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     if re.search(r"Connection|Temporary failure|timed out", done.stderr):
-        pytest.skip(f"there is no index here: {done.stderr[-200:]}")
+        pytest.skip(f"there is not an index here: {done.stderr[-200:]}")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "report.json").read_text())["install"]
     names = {each["metadata"]["name"].lower().replace("_", "-") for each in found}

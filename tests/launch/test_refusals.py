@@ -20,7 +20,7 @@ from support.launches import ROOT, launch, pretrain_flags
         (
             "slurm/pretrain_4d.sh",
             ["--dry-run", "--save", "s", "--pipeline-model-parallel-size", "3"],
-            "64 ranks are no multiple of tensor x pipeline size, 8 x 3",
+            "64 ranks are not a multiple of tensor x pipeline size, 8 x 3",
         ),
         (
             "slurm/pretrain_4d.sh",

@@ -105,7 +105,7 @@ def test_a_benchmark_s_flags_are_checked_once_too(tmp_path: Path) -> None:
     own += ["--num-layers", "2", "--tensor-model-parallel-size"]
     done = launch("slurm/throughput.sh", *own, "3", env=job.env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: 2 processes are no multiple of tensor x pipeline size")
+    assert done.stderr.startswith("error: 2 processes are not a multiple of tensor x pipeline size")
     assert len(done.stderr.splitlines()) == 1
     done = launch("slurm/throughput.sh", *own, "1", env=job.env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "started\n" * 2, "")

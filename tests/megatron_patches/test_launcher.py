@@ -61,7 +61,7 @@ def test_each_step_is_told(tmp_path: Path) -> None:
     (tmp_path / "data.idx").touch()
     (tmp_path / "data.bin").touch()
     data = str(tmp_path / "data")
-    with pytest.raises(ValueError, match=r"data\.idx is no index"):
+    with pytest.raises(ValueError, match=r"data\.idx is not an index"):
         check([*TOKENIZER, *FLAGS, "--data-path", data, "--train-iters", "3"], 2, told.append)
     assert told == [
         "names of data",

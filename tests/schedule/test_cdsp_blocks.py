@@ -48,6 +48,10 @@ def test_chunks_end_where_blocks_do() -> None:
 def test_strategies_by_name() -> None:
     assert strategy_of("cdsp") is PREFILL_STRATEGIES["cdsp"]
     assert strategy_of("fixed-2") is not None
-    for name, why in (("fixed-3", "no power of two"), ("fixed", "no strategy"), ("x", "fixed-N")):
+    for name, why in (
+        ("fixed-3", "not a power of two"),
+        ("fixed", "no strategy"),
+        ("x", "fixed-N"),
+    ):
         with pytest.raises(ValueError, match=why):
             strategy_of(name)

@@ -297,7 +297,7 @@ def test_prompts_need_ranks_that_hold_them() -> None:
     for plan in (PREFILL_STRATEGIES["cdsp"], PREFILL_STRATEGIES["fixed-8"]):
         with pytest.raises(ValueError, match=r"prompt of 400001 tokens does not fit"):
             plan(search, queued, 8, 400_001)
-    with pytest.raises(ValueError, match="8 ranks are no groups of 16"):
+    with pytest.raises(ValueError, match="8 ranks cannot form groups of 16"):
         PREFILL_STRATEGIES["fixed-16"](search, queued, 8, 1000)
     for rate in (-0.1, 1.0):
         with pytest.raises(ValueError, match="improvement rate"):
@@ -309,8 +309,8 @@ def test_prompts_need_ranks_that_hold_them() -> None:
 def test_fixed_degrees_are_powers_of_two() -> None:
     assert strategy_of("fixed-4") is not None
     for name, said in (
-        ("fixed-3", "no power of two"),
-        ("fixed-0", "no power of two"),
+        ("fixed-3", "not a power of two"),
+        ("fixed-0", "not a power of two"),
         ("fixed-", "no strategy 'fixed-'"),
         ("4", "no strategy '4'"),
     ):

@@ -136,4 +136,4 @@ def test_ranks_wait_for_those_of_their_group() -> None:
     found.groups[1] = 0
     assert found.end(seconds) == 11.0
     (note,) = dynamic(1).plan(lengths, even_capacities(int(lengths.sum()), 2), Mask()).notes
-    assert note.startswith("3 micro-batches, in each of which a group's ranks wait for each other")
+    assert note.startswith("3 micro-batches; in each, the ranks of a group wait for each other")

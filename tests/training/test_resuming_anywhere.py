@@ -101,7 +101,7 @@ class Segment:
         if not self.schedule and (self.steps(begun), self.rate) != (begun.steps, begun.rate):
             return "has another schedule than this run: .*--override-opt_param-scheduler"
         if begun.consumed % (self.micro_batch * self.replicas):
-            return f"{begun.consumed} samples were consumed before, which is no whole number of"
+            return f"{begun.consumed} samples were consumed before, which is not a whole number of"
         return None
 
     def after(self, begun: Progress) -> Progress:

@@ -387,7 +387,7 @@ def test_latents_that_vllm_rotates_rightly_are_taken_on_cpus_alone(
     checked_settings(config)
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("distca.vllm.settings.current_platform", gpu)
-    with pytest.raises(ValueError, match="multi-latent attention, whose heads no kernel"):
+    with pytest.raises(ValueError, match="multi-latent attention, which prefill ranks compute"):
         checked_settings(config)
 
 

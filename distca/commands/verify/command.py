@@ -31,7 +31,7 @@ _ON_CPUS = 2
 """Ranks on a machine without GPUs: how many by default, and at most."""
 _DESCRIPTION = """\
 Proves that DistCA works on this machine, stage by stage, and measures what it costs: kernels,
-transports, answers and training against references, and rates beside the simulator's predictions.
+transports, answers and training against references, and rates against the simulator's predictions.
 Each stage is one line. The first that fails says what to do, and the command ends with status 1.
 """
 _EXAMPLES = """\

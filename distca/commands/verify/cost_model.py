@@ -94,7 +94,7 @@ def _measure(context: Context, longest: int, a: torch.Tensor) -> Found:
 
 
 def _older(path: Path) -> Cluster | None:
-    """Reads an earlier description of this machine; None: there is none that can be read."""
+    """Reads an earlier description of this machine; None: there is no readable one."""
     try:
         return Cluster.load(path)
     except ValueError:

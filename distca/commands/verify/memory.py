@@ -43,9 +43,9 @@ def check_memory(context: Context) -> Found:
     peak = context.largest(torch.cuda.max_memory_allocated(context.device)) / 1e9
     total = torch.cuda.mem_get_info(context.device)[1] / 1e9
     return Found(
-        f"a full pool of {blocks} blocks answers as a large one; a pool of {pool / 1e9:.1f} GB "
-        f"beside {len(SIZES)} graphs and a prompt of {positions - 8:,} tokens: {peak:.1f} of "
-        f"{total:.1f} GB were used at most",
+        f"a full pool of {blocks} blocks gives the answers of a large one; with a pool of "
+        f"{pool / 1e9:.1f} GB, {len(SIZES)} graphs and a prompt of {positions - 8:,} tokens at "
+        f"most {peak:.1f} of {total:.1f} GB were used",
         {"pool_gb": pool / 1e9, "peak_gb": peak},
     )
 

@@ -39,7 +39,7 @@ class Observed:
 class Importance:
     """Importance of a rank's tokens: see `distca.attention.importance`.
 
-    Sequences of which the rank has no query have keys that are all equally important.
+    All keys of a sequence without a query on this rank are equally important.
 
     Args:
         plan: plan of the layers without a window.

@@ -1,4 +1,4 @@
-"""One rank's part of a plan that drops rows: how many rows of which spans stay, step by step.
+"""One rank's part of a plan that drops rows: how many rows of each span stay, step by step.
 
 Rows of single key-value heads travel and are computed, since each head keeps others: a row of keys
 is `[head_dim]`, and a row of queries those of a group, `[heads / kv_heads, head_dim]`. A rank's own
@@ -31,7 +31,7 @@ from distca.runtime.serving.step_exchange import (
 
 @dataclass(frozen=True)
 class KeptSpan:
-    """Consecutive local rows of which some stay.
+    """Consecutive local rows; some of them stay.
 
     Attributes:
         begin: first row.

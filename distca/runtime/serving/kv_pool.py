@@ -1,4 +1,4 @@
-"""A rank's pool of keys and values in blocks, and the tables of which blocks sequences have.
+"""A rank's pool of keys and values in blocks, and the tables of each sequence's blocks.
 
 A sequence's rows on a rank are its keys and values there in the order of positions, whichever
 positions those are. Row `i` lies in the pool at

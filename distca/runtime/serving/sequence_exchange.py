@@ -22,7 +22,7 @@ class SequenceExchange:
 
     Args:
         transport: transport that nothing else uses.
-        ranks_per_node: ranks of a node, of which there are whole ones.
+        ranks_per_node: ranks of a node; it divides the number of ranks.
     """
 
     def __init__(self, transport: Transport, ranks_per_node: int) -> None:

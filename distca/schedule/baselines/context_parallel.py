@@ -4,7 +4,7 @@ Ranks `[0, c)` are the first group, and so on; a group has `context_parallel_siz
 the smallest divisor of the number of ranks with which a group holds the longest document. Documents
 are placed in turn on the groups.
 
-* **per-document-cp**: every document is cut into `2 c` chunks, of which rank `i` of the group owns
+* **per-document-cp**: every document is cut into `2 c` chunks; rank `i` of the group owns
   the `i`th and the `i`th last, so that all ranks have equal work; keys are gathered from the others
   (context parallelism with an all-gather, as in Llama 3 and Megatron, sharded document by
   document). Only keys that queries see are counted and sent; an all-gather would send all of them.

@@ -171,8 +171,8 @@ def _fill(groups: list[_Group], ranks: int) -> bool:
             return False
         if used + wanted - smallest > ranks:
             raise ValueError(
-                f"dynamic-cp: Megatron-LM's scheduler fails for {ranks} ranks, which are no power "
-                "of two: it moves a group beyond the last rank"
+                f"dynamic-cp: Megatron-LM's scheduler fails for {ranks} ranks, which are not a "
+                "power of two: it moves a group beyond the last rank"
             )
         # Tokens and work count no more.
         group.size = wanted

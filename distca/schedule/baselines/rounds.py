@@ -111,7 +111,7 @@ class RoundScheduler(ABC):
             f"{found.rounds} rounds, and all ranks wait after each: together the rounds' busiest "
             f"ranks have {waiting:.3f} times the mean load"
             if self.waits_for_all
-            else f"{found.rounds} micro-batches, in each of which a group's ranks wait for each "
+            else f"{found.rounds} micro-batches; in each, the ranks of a group wait for each "
             f"other: the last rank ends after {waiting:.3f} times the mean load"
         )
         return replace(found.plan, notes=(note,))

@@ -72,7 +72,6 @@ class BlockPool:
         return len(self._references[rank])
 
     def references(self, rank: int, block: int) -> int:
-        """Returns the number of references to a block."""
         return self._references[rank].get(block, 0)
 
     def allocate(self, counts: Sequence[int]) -> Blocks:

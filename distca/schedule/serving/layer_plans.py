@@ -32,7 +32,6 @@ class LayerPlans:
     sparse: Mapping[int, SteppedPlan] = field(default_factory=dict)
 
     def of(self, layer: int, mask: Mask) -> SteppedPlan:
-        """Returns the plan of a layer."""
         return self.sparse.get(layer) or self.by_mask[mask]
 
 
@@ -52,7 +51,7 @@ def plan_layers(
         new: owners of the new tokens.
         masks: masks of the model's layers.
         strategy: what travels.
-        dense: sequences of which nothing is dropped, bool `[sequences]`, or None.
+        dense: sequences that drop nothing, bool `[sequences]`, or None.
         head_groups: groups that heads are scattered in, if they are.
         busy: seconds in which each rank computes attention of decoded tokens, in layers of each
             mask, `[ranks]`, or None.

@@ -333,7 +333,7 @@ def load_partitions(path: Path) -> PartitionTable:
         return PartitionTable(*made_for, shares, saved.get("by", "simulated"), trials)
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no table of partitions ({type(error).__name__}: {error}): make one by "
+            f"{path} is not a table of partitions ({type(error).__name__}: {error}): make one by "
             "`distca tune partitions`"
         ) from error
 

@@ -42,7 +42,7 @@ class Request:
         home: rank of a short sequence.
         fed: tokens that the iteration under way feeds.
         block_size: tokens of a block.
-        settled: full blocks of which it is known whether they move.
+        settled: full blocks that are known to move or to stay.
         evened_out: whether its blocks have been moved so that ranks hold equal shares.
         pieces: chunks of a prompt that has ranks of its own, with these ranks.
     """

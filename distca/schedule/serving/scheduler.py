@@ -1,4 +1,4 @@
-"""The scheduler of a serving engine: which tokens of which sequences the next iteration feeds.
+"""The scheduler of a serving engine: which sequences' tokens the next iteration feeds.
 
 A simulator runs it, too. An iteration feeds chunks of prompts and decoded tokens together, up to a
 number of tokens. Sequences that wait are admitted by priority, and then in the order of their

@@ -24,7 +24,7 @@ Up to three tasks remain of a task: the rows before the tile, and the tile's row
 before and after it. All are full rectangles or end on the diagonal.
 
 Prices are estimates (they assume that all keys come from the giver, and that tiles share only what
-the recipient holds); loads are exact, and so are the bytes that `distca.cost.volume` counts in the
+the recipient holds); loads are exact, as are the bytes that `distca.cost.volume` counts in the
 end. A move takes some hundred microseconds whatever the number of servers, since it looks at few
 tasks (`_TASKS`) and recipients (`_RECIPIENTS`, `_HOLDERS`).
 """
@@ -332,7 +332,7 @@ class _Mover:
         return best
 
     def _travelling(self, task: _Task, pairs: float) -> _Span | None:
-        """Cuts off a tile all rows of which travel."""
+        """Cuts off a tile; all of its rows travel."""
         rows, keys = task.q_end - task.q_start, task.kv_end - task.kv_start
         height = max((pairs * self._kv_bytes / self._q_bytes) ** 0.5, self._least)
         span = task.q_end - task.kv_start

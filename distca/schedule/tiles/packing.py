@@ -330,7 +330,6 @@ def _slice_edges(tokens: Int64s, capacities: Int64s, block: int) -> tuple[Int64s
 
 
 def _slice_tokens(heads: Int64s, tails: Int64s, length: int) -> Int64s:
-    """Returns the number of tokens of each slice."""
     return _steps(heads) - _steps(tails, length)
 
 

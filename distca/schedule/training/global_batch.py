@@ -329,7 +329,6 @@ class GlobalBatchPlanner:
     def _plan_trees(
         self, documents: Documents, trees: DocumentTrees, members: range
     ) -> PlannedMicroBatch:
-        """Plans a micro-batch of trees."""
         common = self._tree_scheduler, self.masks, self.ranks
         if self.options.ping_pong:
             halves, plans = plan_tree_halves(documents, self._loads_of_trees(trees), *common)
@@ -408,7 +407,6 @@ class GlobalBatchPlanner:
 
     @cached_property
     def _server_pools(self) -> ServerPools | None:
-        """The server pools, or None."""
         size = self.options.pool_size
         if size is None:
             return None

@@ -69,7 +69,7 @@ def share_out(lengths: Int64s, loads: Floats, windows: Int64s) -> Int64s:
         lengths: tokens of each document, int64 `[documents]`.
         loads: load of each document, `[documents]`.
         windows: micro-batch of each document in the stream, int64 `[documents]`. All have the same
-            number of tokens, and so do those that are returned.
+            number of tokens, as do those that are returned.
     """
     count = int(windows.max(initial=0)) + 1
     tokens = np.bincount(windows, weights=lengths, minlength=count)

@@ -7,7 +7,7 @@ forward in a forward tick and backward in a backward tick, or it is idle and onl
 stage computes in a tick the next one can use in any later tick.
 
 **How many ticks.** The first stage needs a tick for each micro-batch (and chunk), and the last one
-starts `stages - 1` ticks later; so does the way back. `2 * (micro_batches * chunks + stages - 1)`
+starts `stages - 1` ticks later, as does the way back. `2 * (micro_batches * chunks + stages - 1)`
 ticks are the fewest, as many as 1F1B takes, and they leave no freedom but when a forward and when a
 backward tick comes. With chunks and fewer micro-batches than stages a chunk waits for the one
 before: `2 * ((chunks - 1) * stages + micro_batches + stages - 1)`.
@@ -177,7 +177,6 @@ def most_in_flight_of_1f1b(micro_batches: int, stages: int, chunks: int = 1) -> 
 
 
 def chain_sizes(micro_batches: int, chain: int) -> list[int]:
-    """Returns the number of micro-batches of each chain."""
     return [min(chain, micro_batches - first) for first in range(0, micro_batches, chain)]
 
 

@@ -7,7 +7,7 @@
 * `engine.py`: an engine's own scheduler, with iterations that take predicted seconds (`costs.py`);
 * `traces.py`: requests and their arrivals;
 * `cluster.py`, `prefills.py`, `serving.py`, `decode_ranks.py`: Tetris' cluster, whose prefill ranks
-  are such an engine; `capacity.py`: the load that it bears;
+  are such an engine; `capacity.py`: the load that it sustains;
 * `vllm.py`: servers of vLLM, alone or with prefill ranks, which are such an engine.
 """
 

@@ -27,7 +27,7 @@ class ServingCluster:
         decode_tokens: tokens whose keys and values a decode rank holds.
         sent_per_second: tokens whose keys and values a prefill rank's link sends in a second.
         links_of_decode_rank: such links that a decode rank receives by.
-        layers: layers, of which all but the last are sent during computing.
+        layers: layers; all but the last are sent during computing.
         backends: requests that a decode rank receives at a time.
         block_size: rows of a block.
         max_num_batched_tokens: most tokens that an iteration of the prefill ranks feeds.

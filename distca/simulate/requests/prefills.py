@@ -83,7 +83,7 @@ def planned_seconds(
 
     Groups that share no ranks never wait for each other here, as in the paper. Our ranks have their
     iterations in common, so the engine's scheduler cannot stand for this. It is quick enough to
-    search for improvement rates, and bounds what the engine could bear.
+    search for improvement rates, and bounds what the engine could sustain.
 
     Args:
         trace, cluster, strategy, rates: as for `prefill_seconds`.

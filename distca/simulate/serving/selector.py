@@ -1,6 +1,6 @@
 """Our own choice of a prefill's strategy: the least predicted seconds of the actual plans.
 
-The paper's rules are thresholds for one sequence of which each rank holds equal shares. A plan
+The paper's rules are thresholds for one sequence that all ranks hold equal shares of. A plan
 knows who holds what, how many sequences are fed together and which rows are on their server
 already; a measured profile knows the kernel; the simulator knows what runs behind what.
 """

@@ -72,9 +72,7 @@ class AttentionCosts(Protocol):
     """Costs of a layer's core attention, step by step."""
 
     @property
-    def steps(self) -> Sequence[PlanStepCosts]:
-        """Costs of each step."""
-        ...
+    def steps(self) -> Sequence[PlanStepCosts]: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class SteppedCosts:
             sequences = _kernel_sequences(self.stepped.select(self.stepped.step == number))
             servers = plan.world_size
             each = self.cost_model.seconds(sequences.q, sequences.kv, sequences.pairs)
-            # Each sequence is one of a head group, of which a GPU has several.
+            # Each sequence is one of a head group; a GPU has several groups.
             each = each * sequences.heads / plan.head_groups
             seconds = np.zeros(servers)
             np.add.at(seconds, sequences.server, each)

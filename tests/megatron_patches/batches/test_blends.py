@@ -35,7 +35,7 @@ def args(**given: object) -> Namespace:
     [
         ({"valid_data_path": ["0.3", "a", "0.7", "b"]}, "give the validation sets without weights"),
         ({"validation_set_names": ["a"]}, "has 1 names, but there are 2 validation sets"),
-        ({"test_data_path": ["c"]}, "goes without a test"),
+        ({"test_data_path": ["c"]}, "allows no test set"),
     ],
 )
 def test_what_goes_not_with_several_sets_is_refused(given: dict[str, object], said: str) -> None:

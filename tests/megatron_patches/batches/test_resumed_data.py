@@ -137,7 +137,7 @@ def test_the_place_is_kept_in_tokens(caplog) -> None:
     assert caplog.messages == []
     assert resumed(SAVED, "--seq-length", "384") == [1024, 3560 - 3840, -232 - 1152]
     assert caplog.messages == [
-        "--seq-length was 256, now 384: training goes on at token 3560 of the stream, where the "
+        "--seq-length was 256, now 384: training continues at token 3560 of the stream, where the "
         "checkpoint's ended"
     ]
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_megatron_s_own_data_is_told(caplog, megatron_s: dict[st
     saved = {k: v for k, v in (SAVED | megatron_s).items() if v is not ...}
     assert resumed(saved, "--seq-length", "384") == [None, 0, 0]
     (message,) = caplog.messages
-    assert "no place in our order of the data" in message
+    assert "no position in our order of the data" in message
 
 
 def test_weights_alone_leave_no_place(caplog) -> None:

@@ -156,7 +156,7 @@ def test_flags_of_either_version_of_the_library(tmp_path: Path, scaling: str) ->
         ({"attention_bias": True}, "attention_bias in config.json is True: .* only .* with False"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "of type 'dynamic'"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "'low_freq_factor': 2.0"),
-        ({"rope_theta": 10000.5}, "10000.5 is no whole number"),
+        ({"rope_theta": 10000.5}, "10000.5 is not a whole number"),
     ],
 )
 def test_models_that_cannot_be_converted(tmp_path: Path, changes, message: str) -> None:

@@ -76,7 +76,7 @@ def test_windows_on_some_layers() -> None:
         (
             "--distca --window-size 9,0 --window-attn-skip-freq 3 --num-layers 4 "
             "--pipeline-model-parallel-size 2",
-            "layer 3 another mask than layer 1, beside which it runs",
+            "layer 3 another mask than layer 1, which runs at the same time",
         ),
         ("--distca-tolerance 1.5", "--distca-tolerance 1.5 is out of range"),
         ("--distca-max-document-length 0", "out of range"),
@@ -90,7 +90,7 @@ def test_windows_on_some_layers() -> None:
             "copy-engine says how nvshmem copies",
         ),
         ("--distca --distca-nccl-max-ctas 0", "give a whole number from 1 to 64"),
-        ("--distca --distca-nccl-max-ctas 12", "no power of two"),
+        ("--distca --distca-nccl-max-ctas 12", "not a power of two"),
         ("--distca --distca-max-in-flight 2", "bounds a pipeline's stages"),
         (
             "--distca --pipeline-model-parallel-size 2 --distca-max-in-flight 0",
@@ -114,7 +114,7 @@ def test_windows_on_some_layers() -> None:
         (
             "--distca --distca-pool-size 1 --distca-wide-documents 9 "
             "--pipeline-model-parallel-size 2",
-            "goes without pipelines",
+            "does not work with pipelines",
         ),
         ("--distca --distca-share-prefixes", "finds what conversations share: add --sft"),
         ("--distca --distca-pool-size 1 --distca-chain 2", "together with --distca-chain 2"),

@@ -106,7 +106,7 @@ def test_steps_that_replace_a_rampup_are_the_same_sizes() -> None:
         ("--rampup-batch-size 4 4 x", "--rampup-batch-size: invalid int value: 'x'"),
         ("--rampup-batch-size 4 5 20", "positive steps of 5 from 4 to --global-batch-size 16"),
         ("--rampup-batch-size 16 4 20", "from 16 to --global-batch-size 16"),
-        ("--rampup-batch-size 2 2 20", "global batch size 2 is no multiple of --micro-batch-size"),
+        ("--rampup-batch-size 2 2 20", "global batch size 2 is not a multiple of --micro-batch"),
     ],
 )
 @rampup_only

@@ -60,7 +60,7 @@ def test_arguments_that_checkpoints_hold_are_no_classes_of_ours() -> None:
 def test_values_are_checked_where_they_apply() -> None:
     flags = ("--distca-nccl-max-ctas", "12")
     assert DistcaConfig.from_args(parse(*flags)).transport.nccl_max_ctas == 12
-    with pytest.raises(ValueError, match="no power of two"):
+    with pytest.raises(ValueError, match="not a power of two"):
         DistcaConfig.from_args(parse("--distca", *flags))
 
 

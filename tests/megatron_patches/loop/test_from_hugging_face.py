@@ -87,7 +87,7 @@ def test_rows_beyond_the_tokenizer_s_tokens_are_the_model_s(tmp_path: Path) -> N
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no folder: give that of a model of transformers"):
+    with pytest.raises(ValueError, match="is not a folder: give a transformers model's"):
         parse(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"has no config.json"):
         parse(tmp_path)

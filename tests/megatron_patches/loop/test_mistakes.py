@@ -31,13 +31,13 @@ MISTAKES = [
     (
         "a batch that ranks cannot share",
         "--global-batch-size 3",
-        "--global-batch-size 3 is no multiple of --micro-batch-size 1 times the data-parallel",
+        "--global-batch-size 3 is not a multiple of --micro-batch-size 1 times the data-parallel",
         "size 2: give 2 or 4",
     ),
     (
         "a small batch",
         "--global-batch-size 1",
-        "--global-batch-size 1 is no multiple",
+        "--global-batch-size 1 is not a multiple",
         "size 2: give 2",
     ),
     ("window", "--seq-length 200", "--seq-length 200", "use 128"),

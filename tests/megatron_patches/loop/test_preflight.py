@@ -275,7 +275,7 @@ def test_a_folder_that_only_the_first_rank_sees_is_found(tmp_path) -> None:
 def test_a_lost_tracker_is_named_with_what_it_should_hold(tmp_path) -> None:
     write_checkpoint(tmp_path, parse())
     (tmp_path / TRACKER).unlink()
-    with pytest.raises(ValueError, match=r"is missing beside whole .* write 7 into that file"):
+    with pytest.raises(ValueError, match=r"is missing, but there .* write 7 into that file"):
         check_checkpoint(parse("--load", str(tmp_path)))
     # One that is asked for needs no tracker.
     check_checkpoint(parse("--load", str(tmp_path), "--ckpt-step", "7"))

@@ -90,7 +90,7 @@ class PrefillModel:
         coefficients: by degree, ascending.
 
     Raises:
-        ValueError: there are none, or a degree is no power of two.
+        ValueError: there are none, or a degree is not a power of two.
     """
 
     hardware: str

@@ -45,7 +45,7 @@ def fixed(
         ValueError: there are no such groups, or they don't hold the prompt.
     """
     if degree > len(queued) or len(queued) % degree:
-        raise ValueError(f"{len(queued)} ranks are no groups of {degree}: give a multiple of it")
+        raise ValueError(f"{len(queued)} ranks cannot form groups of {degree}: give a multiple")
     if degree not in search.times.degrees:
         raise ValueError(f"prefills on {degree} ranks were not measured: choose another number")
     if cached + tokens > degree * search.tokens_per_rank:
@@ -123,5 +123,5 @@ def strategy_of(name: str) -> GroupStrategy:
         known = ", ".join(("fixed-N", *(each for each in PREFILL_STRATEGIES if "-" not in each)))
         raise ValueError(f"no strategy {name!r}: choose from {known}, single-chunk")
     if int(degree) < 1 or int(degree) & (int(degree) - 1):
-        raise ValueError(f"{name}: {degree} ranks are no power of two: give 1, 2, 4, ...")
+        raise ValueError(f"{name}: {degree} ranks are not a power of two: give 1, 2, 4, ...")
     return partial(fixed, int(degree))

@@ -1,10 +1,11 @@
 """The sparsity with the least latency within a bound on degradation, or the other way round.
 
 Appendix B of the paper enumerates numbers of levels, drop ratios and micro-partitions, and trains a
-regression on what that finds. Layers follow each other, so their seconds add up (Eq. 6), and so do
-their degradations (`Calibration`): what is to be found is one of each layer's options such that one
-sum is least and the other within its bound, a knapsack, which dynamic programming solves for all
-layers together. There is nothing left to train, and the choice is for the prompt at hand.
+regression on what that finds. Layers follow each other, so their seconds add up (Eq. 6), as do
+their degradations (`Calibration`). The task is to choose one option for each layer such that one
+sum is least and the other within its bound. This is a knapsack problem, which dynamic programming
+solves for all layers together. There is nothing left to train, and the choice is for the prompt at
+hand.
 
 A layer's options are those of Appendix B, with its formula put right: a share `p` of level 1 is
 dropped, in steps of .02, and beyond it `1 - p` is halved from level to level, or kept as it is,
@@ -225,7 +226,7 @@ def knapsack(values: Sequence[Floats], parts: Sequence[Int64s]) -> Int64s:
 
     Args:
         values: values of the options of each layer.
-        parts: parts of the bound that they use, of which there are `_BINS`; each layer has an
+        parts: parts of the bound that they use, out of `_BINS`; each layer has an
             option that uses none.
 
     Returns:

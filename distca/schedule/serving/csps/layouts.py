@@ -60,7 +60,7 @@ def gathered_rows(rows: Int64s, ranks_per_node: int) -> tuple[Int64s, Int64s]:
 
     Args:
         rows: rows of each rank, int64 `[ranks]`.
-        ranks_per_node: ranks of a node, of which there are whole ones.
+        ranks_per_node: ranks of a node; it divides the number of ranks.
 
     Returns:
         Both exchanges, int64 `[source, destination]`.

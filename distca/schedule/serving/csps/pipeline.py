@@ -73,7 +73,7 @@ class NearToFar:
 
         Args:
             dense: plan of the layers without a window.
-            whole: sequences of which nothing is dropped, bool `[sequences]`, or None.
+            whole: sequences that drop nothing, bool `[sequences]`, or None.
         """
         by_ratios: dict[tuple[object, ...], SteppedPlan] = {}
         plans: dict[int, SteppedPlan] = {}
@@ -142,7 +142,7 @@ def thinned(
         levels: how far ranks are from each other.
         keys: share of keys that is kept, by key-value head and level.
         queries: share of queries, likewise.
-        whole: sequences of which nothing is dropped, bool `[sequences]`, or None.
+        whole: sequences that drop nothing, bool `[sequences]`, or None.
     """
     plan, t = stepped.plan, stepped.plan.tasks
     owner = plan.owners(plan.document_offsets[t.document] + t.kv_start).rank

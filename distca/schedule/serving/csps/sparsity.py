@@ -57,7 +57,7 @@ def kept_count(ratio: Floats, rows: Int64s) -> Int64s:
 class Sparsity:
     """Shares of rows that attention keeps.
 
-    The first and the last layer keep all, and so does level 0, a rank's own rows. Of queries the
+    The first layer, the last layer, and level 0, a rank's own rows, keep all. Of queries the
     last token's is always kept.
 
     Attributes:
