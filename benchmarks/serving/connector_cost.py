@@ -97,6 +97,14 @@ class Engine:
         """Prompts that the ranks were asked for."""
         return int(self._connectors[0]._asks._next)
 
+    def wait(self) -> None:
+        """Waits until its scheduler and its worker know the ranks."""
+        scheduler, worker = self._connectors
+        due = time.monotonic() + 300
+        while not (scheduler._asks._client.ready and worker._loads._client.ready):
+            assert time.monotonic() < due, "the ranks are not connected"
+            time.sleep(0.1)
+
     def answer(self, way: str, load: Sequence[Any]) -> tuple[float, list[str]]:
         """CPU seconds in which it answers a load, and its answers."""
         from vllm import SamplingParams
@@ -116,6 +124,7 @@ class Engine:
 def measure(pipe: Connection, folder: str, address: str, args: Any, seed: int) -> None:
     """Answers in both ways, in all rounds: the main function of the engine's process."""
     engine = Engine(folder, address)
+    engine.wait()
     engine.answer(CONNECTED, draw(1, LONG, 2 * MIN_TOKENS, 1.0, seed))
     assert engine.asked == 1, "the ranks are not connected"
     rounds = []

@@ -457,6 +457,17 @@ def test_exposed_transfers_of_prefills() -> None:
     assert max(exposed) <= 5
 
 
+def test_cpu_seconds_of_prefill_ranks() -> None:
+    page = RESULTS / "serving" / "prefill_ranks.md"
+    over = {row[1]: float(row[3]) for row in table(page, "ranks")[1:]}
+    names = {"pass-kv": "pass-KV", "runahead": "the chain", "sp-ntp": "SP-NTP", "pass-q": "pass-Q"}
+    told = ", ".join(f"{name} {over[way]:.2f}" for way, name in names.items())
+    index = INDEX.read_text()
+    assert f"CPU seconds of the busiest over one rank's: {told}; tiles, " in index
+    assert f"leave each one's layers on one rank, {over['tiles']:.2f}: [prefill_ranks.md]" in index
+    assert max(over[way] for way in names) <= 0.55
+
+
 def test_pools_on_real_processes() -> None:
     """What two pools send and compute beside one, and the simulator's error."""
     rows = json.loads((RESULTS / "pools.json").read_text())["rows"]
