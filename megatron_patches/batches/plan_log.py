@@ -30,6 +30,7 @@ from distca.schedule import (
 )
 from distca.schedule.base import relative_loads, server_loads
 from distca.schedule.baselines.context_parallel import group_size
+from distca.wording import counted
 from megatron_patches import cpu
 from megatron_patches.batches.planned import PlannedReader
 
@@ -84,7 +85,9 @@ def log_first_plan(
     summary = describe(planned.plans[0], planner.config, backward, before)
     # Flags give the speeds of GPUs' links alone.
     shown = format_summary(summary, known_links=not cpu.without_cuda())
-    logger.info("the first plan of the run:\n%s", shown)
+    size = planner.options.pool_size
+    in_pools = "" if size is None else f", in pools of {counted(size, 'server')} a stage"
+    logger.info("the first plan of the run%s:\n%s", in_pools, shown)
     if folder is not None:
         command = shlex.join(["python", *sys.argv])
         save_plan(
@@ -114,13 +117,20 @@ def _log_schedule(schedule: TickSchedule) -> None:
 def warning_of_groups_of_one(
     planner: GlobalBatchPlanner, micro_batches: Sequence[PlannedMicroBatch]
 ) -> str | None:
-    """Returns a warning for a baseline whose context-parallel groups have one rank; None: no such.
+    """Returns a warning for a baseline whose context-parallel groups have one rank, or for a size
+    of groups with a scheduler that has none; None: neither.
 
     Args:
         planner: planner that made the plans.
         micro_batches: planned micro-batches of the run's first global batch.
     """
     name, ranks = planner.options.scheduler, planner.ranks
+    size = planner.config.context_parallel_size
+    if size is not None and name not in _WITHOUT_GROUPS:
+        return (
+            f"--distca-context-parallel-size {size} has no effect with --distca-scheduler {name}, "
+            "which has no groups"
+        )
     if name not in _WITHOUT_GROUPS or ranks == 1:
         return None
     if not planner.options.free_placement:
@@ -145,7 +155,8 @@ def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, fl
 
     All servers of a pool wait for its busiest in each nano-batch of a tick: the loads of the
     busiest add up over the forward ticks, as do the means. Pools, and the ranks of plain data
-    parallelism, wait for each other once, when all micro-batches are done.
+    parallelism, wait for each other once, when all micro-batches are done. Loads are divided by the
+    servers' speeds.
 
     Args:
         counted: planned global batch.
@@ -153,17 +164,21 @@ def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, fl
     """
 
     def busiest_over_mean(
-        loads: Sequence[Int64s | Floats], pools: Int64s | slice = slice(None)
+        loads: Sequence[Int64s | Floats], speeds: Floats, pools: Int64s | slice = slice(None)
     ) -> float:
-        means = sum(float(each.mean()) for each in loads)
-        busiest = [each[pools].max(axis=-1) for each in loads]
+        means = sum(float(each.sum()) for each in loads) / float(speeds.sum())
+        busiest = [(each / speeds)[pools].max(axis=-1) for each in loads]
         return float(np.max(sum(busiest))) / means if means else 1.0
 
+    batch, of_servers = counted.batch, counted.speeds
+    # A rank works on a micro-batch in all stages; ranks that share heads are one server.
+    of_ranks = of_servers[batch.servers].mean(axis=0)
+    of_ranks = np.repeat(of_ranks, packed.shape[1] // len(of_ranks))
     moved = sum(int(each.sum()) for of_tick in counted.bytes_sent for each in of_tick.values())
     return {
-        BEFORE: busiest_over_mean([packed.sum(axis=0)]),
-        AFTER: busiest_over_mean(counted.forward_loads, counted.batch.pools),
-        MOVED: moved / counted.batch.schedule.micro_batches / 1e6,
+        BEFORE: busiest_over_mean([packed.sum(axis=0)], of_ranks),
+        AFTER: busiest_over_mean(counted.forward_loads, of_servers, batch.pools),
+        MOVED: moved / batch.schedule.micro_batches / 1e6,
     }
 
 
@@ -183,7 +198,7 @@ class ToleranceWarning:
     def check(self, batch: PlannedGlobalBatch, first_sample: int) -> None:
         """Checks a global batch, which starts at a sample; costs nothing after a warning."""
         for tick in () if self._silent else batch.ticks:
-            why = why_above_tolerance(tick.plans, self._config)
+            why = why_above_tolerance(tick.plans, self._config, batch.pools)
             if why is not None:
                 logger.warning(
                     "in the global batch from sample %d on, %s. Later ones are not logged: "
@@ -216,21 +231,31 @@ class MemoryWarning:
         self._bound = None
 
 
-def why_above_tolerance(plans: Iterable[Plan], config: ScheduleConfig) -> str | None:
-    """Returns the note of the first plan that is above the tolerance, or None.
+def why_above_tolerance(
+    plans: Iterable[Plan], config: ScheduleConfig, pools: Int64s | slice = slice(None)
+) -> str | None:
+    """Returns how far the first plan above the tolerance is above it, and why; or None.
 
     Baselines balance nothing, and note nothing. A tick's plan may have notes of its stages' plans
-    although it is balanced itself, over the servers of all stages.
+    although it is balanced itself, over the servers of all stages; notes of plans by time count
+    linear layers as well. So the loads are measured here.
 
     Args:
         plans: final plans, over all servers.
         config: tolerance, cost model and speeds that the plans were made with.
+        pools: servers of each pool, `[pools, servers of a pool]`, inside which loads are compared;
+            a slice of all where they are one.
     """
     for plan in plans:
         if plan.notes:
             servers = plan.world_size
             loads = server_loads(plan.tasks, plan.mask, servers, config.cost_model)
-            busiest = float(relative_loads(loads, config.speeds_of(servers)).max())
+            speeds = config.speeds_of(servers)
+            compared = zip(np.atleast_2d(loads[pools]), np.atleast_2d(speeds[pools]), strict=True)
+            busiest = max(float(relative_loads(*of_pool).max()) for of_pool in compared)
             if busiest > 1 + config.tolerance:
-                return plan.notes[0]
+                return (
+                    f"the busiest server has {busiest:.3f} times the mean load, above the "
+                    f"tolerance of {config.tolerance}: {plan.notes[0].partition(': ')[2]}"
+                )
     return None

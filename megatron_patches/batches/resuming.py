@@ -84,6 +84,7 @@ def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
         + (f" from token {first} of the data on" if first else "")
         + " would cut: give --distca-max-document-length "
         + ("a divisor of both" if first else f"{attended}, or a divisor of it")
+        + (", or a larger --global-batch-size" if crosses else "")
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,8 +72,12 @@ def test_the_log_adds_up_what_a_rank_computes_of_all_micro_batches() -> None:
     plain = batches.plain_loads(2, 3)
     assert plain.tolist() == [[6 + 1, 10], [10, 10], [10, 3 + 3]]
     nothing = PlannedGlobalBatch(tick_schedule(3, 1), planner.servers, (), ())
-    counted = CountedGlobalBatch(nothing, (), CoreAttentionMemory(), (), 3)
+    counted = CountedGlobalBatch(nothing, (), CoreAttentionMemory(), (), np.ones(2), 3)
     assert balance_figures(counted, plain)["load max/mean before"] == 27 / 26.5
+    # The second rank is twice as fast: 27 and 26 of 53 take 27 and 13, of 53/3 at least.
+    faster = replace(counted, speeds=np.array([1.0, 2.0]), forward_loads=(np.array([20, 33]),))
+    assert balance_figures(faster, plain)["load max/mean before"] == pytest.approx(27 / (53 / 3))
+    assert balance_figures(faster, plain)["load max/mean"] == pytest.approx(20 / (53 / 3))
     two_windows = PlannedReader(stream, WindowLayout(0, 2, 4, 2), planner, 1)
     assert two_windows.plain_loads(2, 1).tolist() == [[17, 20]]
 

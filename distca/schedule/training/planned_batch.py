@@ -252,6 +252,7 @@ class CountedGlobalBatch:
         memory: memory in which each of the plans can run.
         forward_loads: loads of the servers in each nano-batch of the forward ticks, `[servers]`,
             over the layers of the masks' pattern.
+        speeds: relative speed of each server, `[servers]`.
         asked: number of micro-batches that were asked for; there are more if memory bounds them.
         peak: peak bytes of the GPU that needs most; None: nothing bounds them.
     """
@@ -260,5 +261,6 @@ class CountedGlobalBatch:
     bytes_sent: tuple[dict[str, Int64s], ...]
     memory: CoreAttentionMemory
     forward_loads: tuple[Int64s | Floats, ...]
+    speeds: Floats
     asked: int
     peak: float | None = None

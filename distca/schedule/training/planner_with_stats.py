@@ -55,6 +55,7 @@ class PlannerWithStats:
                     plans, np.repeat(counts, len(plans) // len(counts)), strict=True
                 )
             ),
+            self.planner.config.speeds_of(self.planner.world_size),
             sum(each.micro_batches for each in incoming),
             peak,
         )

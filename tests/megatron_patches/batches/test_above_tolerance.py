@@ -30,6 +30,14 @@ def test_only_plans_that_are_above_it_have_a_reason() -> None:
     assert above.notes
     assert why_above_tolerance([within, above], CONFIG) == above.notes[0]
     assert why_above_tolerance([within], CONFIG) is None
+    # The number is that of the plan's loads, whatever the note's was made of.
+    other = replace(above, notes=("the busiest server has 9.000 times: no tile",))
+    found = why_above_tolerance([other], CONFIG)
+    assert found is not None
+    assert found.endswith("above the tolerance of 0.05: no tile")
+    assert "9.000" not in found
+    # Pools need not have equal loads.
+    assert why_above_tolerance([above], CONFIG, np.array([[0], [1]])) is None
     # Balanced in the end, after its stages' plans were not.
     assert why_above_tolerance([replace(within, notes=above.notes)], CONFIG) is None
 

@@ -53,20 +53,26 @@ def test_groups_of_one_are_warned_of(ranks) -> None:
     cases = {
         "per-document-cp": "is the same as packed: ",
         "ring-zigzag --no-distca-ping-pong": "has the placement of packed: ",
-        "wlb-llm --distca-context-parallel-size 1": "packs whole documents, and shards none",
+        "wlb-llm --distca-context-parallel-size 1": "packs whole documents and shards none",
         "per-document-cp --distca-placement sequential": "remove one of the two",
         "per-document-cp --distca-context-parallel-size 2": None,
         "wlb-llm --tensor-model-parallel-size 2": None,
         "packed": None,
+        "tiles": None,
+        "tiles --distca-context-parallel-size 2": None,
     }
     runs = [f"--distca-scheduler {case}" for case in cases]
     first, second = ranks.run(warnings_of, runs, SHORT, world_size=2)
     assert second == [[]] * len(runs), "rank 0 speaks for all"
+    (size,) = first.pop()
+    del cases["tiles --distca-context-parallel-size 2"]
     for said, (case, wanted) in zip(first, cases.items(), strict=True):
         assert len(said) == (wanted is not None), case
         assert wanted is None or wanted in said[0], case
         assert wanted is None or said[0].startswith(f"--distca-scheduler {case.split()[0]} ")
     assert "the 2 data-parallel ranks set --distca-context-parallel-size" in first[0][0]
+    # The last one names the size, which nothing uses.
+    assert "--distca-context-parallel-size 2 has no effect with --distca-scheduler tiles" in size
     # Documents that need a group have one.
     runs = ["--distca-scheduler per-document-cp"]
     assert ranks.run(warnings_of, runs, LONG, world_size=2) == [[[]]] * 2
