@@ -134,7 +134,7 @@ def test_what_ends_a_command_is_told(error, status, told, monkeypatch, capsys) -
             "profile --heads 100000000000 --kv-heads 1 --output p.json".split(),
             "--max-length 4096 needs 104,857,600.0 GB",
         ),
-        ("profile --max-length 100000000000 --output p.json".split(), "give less, longer tasks"),
+        ("profile --max-length 100000000000 --output p.json".split(), "give less; longer tasks"),
         (
             "tune partitions missing --context-parallel-size 2 --output t".split(),
             "missing: no such",

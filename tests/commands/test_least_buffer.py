@@ -35,7 +35,7 @@ def test_the_search_finds_a_bound_that_works(least: int, closest: int) -> None:
 
 def test_the_bound_that_is_advised_works_and_less_does_not(command) -> None:
     text = command.refused(*BATCH, "--max-buffer-bytes", "1000")
-    found = int(re.search(r"least for which one was found is --max-buffer-bytes (\d+)", text)[1])
+    found = int(re.search(r"to suffice is --max-buffer-bytes (\d+)", text)[1])
     figures = json.loads(command.run(*BATCH, "--max-buffer-bytes", str(found), "--json"))
     assert figures["bytes_max_buffered"] <= found
     command.refused(*BATCH, "--max-buffer-bytes", str(found * 15 // 16))
