@@ -67,19 +67,19 @@ _LATENT_YARN = {
 }
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 24}),
-    "llama, scaled": ("LlamaConfig", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
-    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "llama, more rows": ("LlamaConfig", {"vocab_size": 320}),
+    "llama, scaled RoPE": ("LlamaConfig", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
+    "llama, tied embeddings": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama, padded vocabulary": ("LlamaConfig", {"vocab_size": 320}),
     "mistral": ("MistralConfig", {"head_dim": 24, "sliding_window": None}),
-    "mistral, windows": ("MistralConfig", {"sliding_window": 48}),
+    "mistral, sliding windows": ("MistralConfig", {"sliding_window": 48}),
     "qwen2": ("Qwen2Config", {}),
-    "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen2, windows": (
+    "qwen2, tied embeddings": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2, sliding windows": (
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
-    "qwen3, yarn": ("Qwen3Config", {"rope_parameters": YARN}),
+    "qwen3, YaRN": ("Qwen3Config", {"rope_parameters": YARN}),
     "phi3": ("Phi3Config", {"hidden_size": 96, "num_attention_heads": 4, "sliding_window": 48}),
     "gpt_oss": (
         "GptOssConfig",
@@ -94,7 +94,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         _EXPERTS | {"shared_expert_intermediate_size": 32, "norm_topk_prob": False},
     ),
     "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS | {"head_dim": 24, "norm_topk_prob": True}),
-    "qwen3_moe, dense layer": (
+    "qwen3_moe, a dense layer": (
         "Qwen3MoeConfig",
         _EXPERTS | {"head_dim": 24, "norm_topk_prob": False, "mlp_only_layers": [0]},
     ),
@@ -110,7 +110,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "glm4_moe, no norms": (
+    "glm4_moe, without QK norm": (
         "Glm4MoeConfig",
         _GROUPS | {"head_dim": 16, "use_qk_norm": False, "attention_bias": False},
     ),
@@ -123,14 +123,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
-    "deepseek_v2, greedy": (
+    "deepseek_v2, greedy top-k": (
         "DeepseekV2Config",
         _GROUPS
         | _LATENTS
         | {"topk_method": "greedy", "norm_topk_prob": False, "rope_parameters": _LATENT_YARN},
     ),
     "deepseek_v3": ("DeepseekV3Config", _GROUPS | _LATENTS),
-    "deepseek_v3, yarn": (
+    "deepseek_v3, YaRN": (
         "DeepseekV3Config",
         _GROUPS | _LATENTS | {"rope_parameters": _LATENT_YARN},
     ),

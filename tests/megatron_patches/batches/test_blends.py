@@ -107,7 +107,7 @@ def test_blends_of_splits_are_whole(tmp_path: Path) -> None:
         ({"data_path": ["a"], "valid_data_path": ["b"]}, "--valid-data-path name data twice"),
         ({"data_path": ["a"], "data_args_path": "b"}, "--data-path and --data-args-path name"),
         ({"data_args_path": "/none"}, "--data-args-path /none cannot be read"),
-        ({"per_split_data_args_path": __file__}, "not as it must be"),
+        ({"per_split_data_args_path": __file__}, "has the wrong form"),
         ({"valid_data_path": ["a"]}, "give --train-data-path"),
         ({"train_data_path": ["a"]}, "give --valid-data-path, or --eval-iters 0"),
         ({"train_data_path": ["1", "a", "b", "c"], "valid_data_path": ["a"]}, "--train-data-path"),
