@@ -151,7 +151,10 @@ def test_the_number_of_workers_changes_nothing(tmp_path):
         (["--input", "number.jsonl", "--tokenizer-type", "ByteLevelTokenizer"], "is not a text"),
         (["--input", "blank.txt", "--tokenizer-type", "ByteLevelTokenizer"], "holds no text"),
         (["--input", "ids.txt"], "--tokenizer-model"),
-        (["--input", "ids.txt", "--tokenizer-model", "ids.txt"], "is not a readable tokenizer.json"),
+        (
+            ["--input", "ids.txt", "--tokenizer-model", "ids.txt"],
+            "is not a readable tokenizer.json",
+        ),
         (["--input", "ids.txt", "--tokenizer-model", "none.json"], "none.json does not exist"),
         (["--input", "ids.txt", "--train-tokenizer", "100"], "at least 257"),
         (
