@@ -204,8 +204,7 @@ def build_parser() -> Parser:
         type=int,
         metavar="N",
         help="Ranks that share documents with per-document-cp, ring-zigzag and wlb-llm, and the "
-        "longest document with hybrid-cp and dynamic-cp. Default: the fewest that hold the longest "
-        "document.",
+        "longest document with hybrid-cp and dynamic-cp. Default: the fewest that hold it.",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
