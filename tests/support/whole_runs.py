@@ -41,6 +41,7 @@ class RunSeen:
 
     Attributes:
         losses: as logged.
+        norms: norms of all gradients, as logged, of the iterations that have losses.
         samples: samples of each iteration.
         rates_logged: learning rates as logged.
         rates_used: rates of each group of parameters when the optimizer steps, `[(rate, decay)]`.
@@ -51,6 +52,7 @@ class RunSeen:
     """
 
     losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     rates_logged: dict[int, float] = field(default_factory=dict)
     rates_used: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
@@ -118,7 +120,7 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
     dist.all_gather_object(of_ranks, seen)
     # The last stage alone has losses.
     last = next(each for each in of_ranks if each.losses)
-    return replace(seen, losses=last.losses, validation=last.validation)
+    return replace(seen, losses=last.losses, norms=last.norms, validation=last.validation)
 
 
 @contextlib.contextmanager
@@ -147,6 +149,8 @@ def _noting(seen: RunSeen) -> Iterator[None]:
         given = inspect.signature(log).bind(*args, **named).arguments
         if given["loss_dict"]:
             seen.losses[given["iteration"]] = float(given["loss_dict"]["lm loss"])
+            if given["grad_norm"] is not None:
+                seen.norms[given["iteration"]] = float(given["grad_norm"])
         seen.rates_logged[given["iteration"]] = given["learning_rate"]
         return log(*args, **named)
 

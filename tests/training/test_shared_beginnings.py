@@ -81,7 +81,8 @@ def test_losses_equal_those_of_plain_megatron_one_by_one(ranks, flags, name: str
     flags = [*flags, *model.split()]
     plain = ranks.run(whole_run, [*flags, *PLAIN.split()], world_size=plain_ranks)
     # Each step depends on the gradients of those before it.
-    assert len(set(plain[0].losses.values())) == 3
+    assert len(set(plain[0].losses.values())) == len(set(plain[0].norms.values())) == 3
     for rank in ranks.run(whole_run, [*flags, *shared.split()], world_size=size):
         assert rank.losses == pytest.approx(plain[0].losses, rel=3e-6)
+        assert rank.norms == pytest.approx(plain[0].norms, rel=3e-6)
         assert rank.threads_left == []
