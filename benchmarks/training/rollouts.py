@@ -342,7 +342,7 @@ def page(cases: Sequence[Case], command: str, run: str) -> str:
         f"*MB sent*: by the rank that sends most. Only width {_NARROW} has one by one and whole "
         "trees.\n\n"
         + pages.table(head, rows)
-        + f"\n\nMeasured on {run}, beside other work. The line below dates this table."
+        + f"\n\nMeasured on {run}. The line below dates this table."
     )
 
 
