@@ -269,8 +269,8 @@ class _Asks:
         """Whether the same prompt comes for another request, but for less than is asked for."""
         hashes = request.block_hashes
         for _, others in self._under_way.values():
-            if alike := _alike(hashes, others):
-                rest = max(len(hashes), len(others)) - alike
+            if equal := _equal_blocks(hashes, others):
+                rest = max(len(hashes), len(others)) - equal
                 if rest * (request.num_tokens // len(hashes)) < self._least:
                     return True
         return False
@@ -334,7 +334,7 @@ class _Asks:
         self._client.close()
 
 
-def _alike(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+def _equal_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
     """How many blocks two prompts have in common, by hashes that are those of all blocks before."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda n: a[n] != b[n])
 

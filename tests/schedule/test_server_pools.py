@@ -9,7 +9,8 @@ import pytest
 
 from distca.cost.link import Links
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import LayerMasks, Mask, validate_plan
+from distca.plan import LayerMasks, Mask, Placement, validate_plan
+from distca.plan.span import Floats, Int64s
 from distca.schedule import (
     Documents,
     ExecutionOptions,
@@ -19,7 +20,8 @@ from distca.schedule import (
     ScheduleConfig,
     documents_in_turn,
 )
-from distca.schedule.tiles.scheduler import TilesScheduler
+from distca.schedule.tiles import scheduler
+from distca.schedule.tiles.packing import Packing, place_balanced
 from distca.schedule.training.planned_batch import PADDING
 from support.batches import long_tailed_lengths
 
@@ -285,17 +287,21 @@ def test_what_is_refused(size: int, changes: dict[str, object], message: str) ->
         replace(planner(2), linear_work=None)
 
 
-def test_very_many_pools_are_planned_with_less_effort() -> None:
-    """Plans are as balanced; a scheduler of a few pools tries more settings for each."""
-    found = []
-    for pools in (4, 1024):
-        config = replace(CONFIG, pools=pools)
-        lengths = windows()[0]
-        capacities = np.full(4, lengths.sum() // 4, dtype=np.int64)
-        plan = TilesScheduler(config).plan(lengths, capacities, Mask())
-        validate_plan(plan)
-        loads = plan.loads()
-        assert loads.max() <= (1 + CONFIG.tolerance) * loads.mean()
-        found.append(plan_bytes(plan, CONFIG.shape).messages)
-    busiest = [max(int(each.sizes.sum()) for each in of.values()) for of in found]
-    assert busiest[0] <= busiest[1]
+@pytest.mark.parametrize(("few", "settings"), [(RANKS, 4), (RANKS - 1, 1)])
+def test_many_pools_are_planned_with_less_effort(
+    few: int, settings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pool of a large job is packed with one setting, and its plans are valid."""
+    packed: list[int] = []
+
+    def counting(lengths: Int64s, loads: Floats, packing: Packing) -> Placement:
+        packed.append(len(packing.capacities))
+        return place_balanced(lengths, loads, packing)
+
+    monkeypatch.setattr(scheduler, "_FEW_IN_ALL", few)
+    monkeypatch.setattr(scheduler, "place_balanced", counting)
+    found = planned(2, ping_pong=False)
+    assert packed == [2] * (settings * MICRO_BATCHES * RANKS // 2)
+    for tick in found.ticks:
+        for plan in tick.plans:
+            validate_plan(plan)

@@ -54,7 +54,7 @@ def save_adapter(folder: Path, layers: int) -> None:
 
 
 def answer(pipe: Connection, folder: str, adapter: str, address: str) -> None:
-    """Answers the prompt in all ways, each time when it is told whether ranks must be there."""
+    """Answers the prompt in all ways. The caller says before each whether ranks must be there."""
     model, wait = connected(
         folder,
         address,
