@@ -43,7 +43,8 @@ PASSED_ON = {
         decrease-batch-size-if-needed train-iters train-samples seq-length encoder-seq-length
         exit-interval exit-duration-in-mins exit-signal exit-signal-handler
         exit-signal-handler-for-training eval-iters eval-interval eval-global-batch-size
-        start-eval-at-iter iterations-to-skip skip-train test-mode empty-unused-memory-level
+        start-eval-at-iter iterations-to-skip result-rejected-tracker-filename skip-train test-mode
+        empty-unused-memory-level
         manual-gc manual-gc-interval manual-gc-eval check-weight-hash-across-dp-replicas-interval
         train-sync-interval check-for-nan-in-loss-and-grad check-for-large-grads
         gpu-sniff-test-interval

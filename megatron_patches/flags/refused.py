@@ -46,11 +46,6 @@ REFUSED = (
         "dataloader-type=external|single",
     ),
     Refused("data that fill in the middle", "fim-data"),
-    Refused(
-        "a file of rejected iterations",
-        "result-rejected-tracker-filename",
-        "--iterations-to-skip takes their numbers",
-    ),
     Refused("other micro-batches for evaluation", "eval-micro-batch-size=--micro-batch-size"),
     Refused("multi-token prediction", "mtp-num-layers"),
     Refused("experts made of a dense model's layers", "moe-use-upcycling"),

@@ -107,6 +107,10 @@ def ending_unless_finite(train_step: Callable[..., Any]) -> Callable[..., Any]:
         model = call.arguments["model"]
         # Megatron-LM does not check the first step of a process, after which it could not save.
         first, machine.first_iteration_complete = not machine.first_iteration_complete, True
+        # It counts from 0, and adds one now. Megatron-LM starts it at the number of the first step,
+        # and does not count those that it skips: its messages and its file of rejected results
+        # would name other steps, and later runs skip those.
+        machine.current_iteration = given.curr_iteration - 1
         try:
             figures, skipped, saves, ends, code, norm, *others = train_step(
                 *call.args, **call.kwargs

@@ -105,10 +105,11 @@ def check_arguments(theirs: Callable[..., Any], run: LoopRun) -> Callable[..., A
             run.config = DistcaConfig.from_args(args, per_node)
             memory = machine_memory(run.environment, run.config.dedicated)
             answer = checked(theirs, run.config, args, *more, memory=memory, **named)
-            from megatron_patches.loop.preflight import check_boards
+            from megatron_patches.loop.preflight import check_boards, check_tracker
 
             # Megatron-LM opens them before the process group exists.
             check_boards(args)
+            check_tracker(args)
             # In which no rank may be as late as this takes.
             set_first_weights(args, run.environment)
         except ValueError as error:

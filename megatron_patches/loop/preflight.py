@@ -81,6 +81,7 @@ def preflight(
 
     memory = machine_memory(environment, config.dedicated)
     _together(lambda: check_read(config, args, memory))
+    _together(lambda: check_same_skips(args))
     _together(take)
     if args.save is not None:
         _together(lambda: check_save_is_shared(Path(args.save), args.rank))
@@ -101,6 +102,7 @@ def check_alone(config: DistcaConfig, args: Namespace) -> None:
     check_boards(args)
     check_trace(config)
     check_metrics(config)
+    check_tracker(args)
     if args.save is not None:
         _try_folder(f"--save {args.save}", Path(args.save))
         check_room(Path(args.save), checkpoint_bytes(args))
@@ -251,6 +253,33 @@ def check_boards(args: Namespace) -> None:
         folder = vars(args)[flag]
         if folder and applies:
             _try_folder(f"--{flag.replace('_', '-')} {folder}", Path(folder))
+
+
+def check_tracker(args: Namespace) -> None:
+    """Tries the file of rejected results, to which Megatron-LM appends on every rank.
+
+    Raises:
+        ValueError: it cannot be written to.
+    """
+    if args.result_rejected_tracker_filename is not None:
+        path = Path(args.result_rejected_tracker_filename)
+        _try_file("--result-rejected-tracker-filename", path)
+
+
+def check_same_skips(args: Namespace) -> None:
+    """Checks that all ranks skip the same iterations, which each has read for itself. Collective.
+
+    Raises:
+        ValueError: they don't, since they see different files of rejected results.
+    """
+    mine = sorted({*args.iterations_to_skip})
+    of_ranks = [mine] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    if any(each != mine for each in of_ranks):
+        raise ValueError(
+            f"--result-rejected-tracker-filename {args.result_rejected_tracker_filename} makes "
+            "ranks skip different iterations: give a file that all machines share"
+        )
 
 
 def _try_folder(flag: str, folder: Path) -> None:
