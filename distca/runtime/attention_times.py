@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -51,6 +52,20 @@ class AttentionTimes:
         self._open: list[tuple[StepTimes, list[_Timed]]] = []
         self._spare: list[torch.cuda.Event] = []
         self._done: list[StepTimes] = []
+        self._around_waits: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @contextlib.contextmanager
+    def around_waits(self, context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Surrounds each wait of the work inside by a context, so that others' clocks may stop.
+
+        Args:
+            context: maker of the context.
+        """
+        before, self._around_waits = self._around_waits, context
+        try:
+            yield
+        finally:
+            self._around_waits = before
 
     def begin_step(self) -> None:
         """Begins a step. What runs between two steps, as an evaluation, does not count."""
@@ -81,6 +96,11 @@ class AttentionTimes:
     @contextlib.contextmanager
     def span(self, kind: Kind) -> Iterator[None]:
         """Adds the time of the work inside to the step, if one has begun."""
+        with self._around_waits() if kind == "waits" else nullcontext(), self._timed(kind):
+            yield
+
+    @contextlib.contextmanager
+    def _timed(self, kind: Kind) -> Iterator[None]:
         if self._step is None:
             yield
         elif self._cuda:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.utils import StragglerDetector
 
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s
@@ -41,6 +43,10 @@ def million_pairs(lengths: Int64s, masks: LayerMasks, trees: DocumentTrees | Non
         for mask, count in counts.items()
     )
     return pairs / sum(counts.values()) / 1e6
+
+
+_STRAGGLERS = StragglerDetector()
+"""Megatron-LM's detector of stragglers, one for a process, made before its loop turns it on."""
 
 
 @dataclass(frozen=True)
@@ -203,15 +209,41 @@ def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch
         this micro-batch's targets, weighted, the number of those that count, and the `[sum, count]`
         pair for the log line.
     """
-    batch = next(data_iterator)
-    output = model(
-        batch.tokens,
-        batch.position_ids,
-        batch.attention_mask,
-        labels=batch.labels,
-        packed_seq_params=batch.packed_seq_params,
-    )
+    with _STRAGGLERS(bdata=True):
+        batch = next(data_iterator)
+    with _own_work(batch.packed_seq_params):
+        output = model(
+            batch.tokens,
+            batch.position_ids,
+            batch.attention_mask,
+            labels=batch.labels,
+            packed_seq_params=batch.packed_seq_params,
+        )
     return output, partial(sum_loss, batch)
+
+
+@contextmanager
+def _own_work(params: DocumentParams | None) -> Iterator[None]:
+    """Times a forward pass for `--log-straggler`, without the waits for other ranks.
+
+    In those a rank that is fast would look as slow as the slowest one.
+
+    Args:
+        params: description of the micro-batch's documents, or None.
+    """
+    run = None if params is None else params.run
+    waits: AbstractContextManager[None] = nullcontext()
+    if run is not None:
+        waits = run.core_attention.times.around_waits(_not_timed)
+    with waits, _STRAGGLERS(bdata=False):
+        yield
+
+
+@contextmanager
+def _not_timed() -> Iterator[None]:
+    _STRAGGLERS.stop()
+    yield
+    _STRAGGLERS.start()
 
 
 def sum_loss(

@@ -153,6 +153,7 @@ PASSED_ON = {
         nvtx-ranges config-logger-dir run-workload-inspector-server
     """,
     "Watching the job from outside, and breaking it": """
+        log-straggler straggler-minmax-count straggler-ctrlr-port disable-straggler-on-startup
         enable-ft-package calc-ft-timeouts ft-num-warmup-iters fault-injector-ranks
         fault-injector-num-ranks fault-injector-fault-types fault-injector-fault-probabilities
         fault-injector-fault-delay fault-injector-delay-start-iteration fault-injector-mtti-seconds
@@ -215,8 +216,7 @@ WITHOUT_EFFECT = {
         rl-* grpo-* langrl-env-config refit-method
     """,
     "Refines what is refused beside it": """
-        logits-save-* logits-load-* straggler-* disable-straggler-on-startup error-injection-type
-        inprocess-*
+        logits-save-* logits-load-* error-injection-type inprocess-*
     """,
     "Generates text, which training doesn't": """
         inference-* flash-decode nccl-all-reduce-for-prefill symmetric-ar-type

@@ -91,7 +91,7 @@ RANGES = {
         non-persistent-save-interval replication-jump replication-factor
         adlr-autoresume-interval log-interval tensorboard-log-interval log-memory-interval
         tensorboard-queue-size distributed-timeout-seconds-after-init
-        flight-recorder-trace-buffer-size
+        flight-recorder-trace-buffer-size straggler-minmax-count
         distca-chain distca-pool-size distca-head-parallel-size distca-context-parallel-size
         distca-max-in-flight distca-trace-iterations
         window-attn-skip-freq moe-layer-freq no-rope-freq
@@ -119,6 +119,8 @@ RANGES = {
     Range(1, 4096, whole=True): "distca-gpus-per-node",
     Range(1, 1024, whole=True): "dist-ckpt-workers",
     Range(0, 100, whole=True): "logging-level",
+    # Of TCP.
+    Range(1, 65_535, whole=True): "straggler-ctrlr-port",
     # Of Linux.
     Range(-20, 19, whole=True): "async-ckpt-cpu-priority",
     Range(0, 7, whole=True): "async-ckpt-io-priority",

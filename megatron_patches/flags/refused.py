@@ -74,10 +74,7 @@ REFUSED = (
     Refused("frozen layers", "freeze-all-layers"),
     Refused(
         "checks that Megatron-LM's own forward step and loss make",
-        """
-            check-for-spiky-loss log-straggler rerun-mode=validate_results|disabled
-            error-injection-rate
-        """,
+        "check-for-spiky-loss rerun-mode=validate_results|disabled error-injection-rate",
     ),
 )
 
