@@ -48,6 +48,17 @@ class RolloutTokens(NamedTuple):
     weight: torch.Tensor
 
 
+@dataclass
+class Progress:
+    """What has been computed of a batch.
+
+    Attributes:
+        attended: whether core attention has run.
+    """
+
+    attended: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """A micro-batch of the group's ranks, with this rank's tokens.
@@ -68,6 +79,7 @@ class Batch:
         plans: a plan for each mask, the same on all ranks.
         nodes: documents of the plans.
         rank: number of this rank in the group.
+        progress: what has been computed of it.
         group: ranks that share the micro-batch.
     """
 
@@ -80,6 +92,7 @@ class Batch:
     plans: tuple[Plan, ...]
     nodes: Nodes
     rank: int
+    progress: Progress
     group: dist.ProcessGroup | None = None
 
     @property
@@ -107,8 +120,14 @@ class Batch:
                 of 1.
 
         Raises:
-            ValueError: there is not a row for each token of this rank.
+            ValueError: there is not a row for each token of this rank, or the batch's core
+                attention has not run: another one gives wrong logits.
         """
+        if not self.progress.attended:
+            raise ValueError(
+                "core attention of this batch has not run: make the model with "
+                'attn_implementation="distca", or call core_attention in every layer'
+            )
         logits = logits.reshape(-1, logits.shape[-1])
         self._check_count(logits, len(self.tokens), "tokens")
         chosen = logits[self.predictions.rows].float()

@@ -14,7 +14,8 @@ the loss by the number of ranks (see `examples/`).
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
@@ -104,14 +105,35 @@ def _masks_of(config: Any) -> tuple[Mask, ...]:
     return tuple(mask for kind, mask in masks.items() if kind in kinds)
 
 
+@dataclass(frozen=True)
+class _NoMask:
+    """Stands for a mask, which transformers do not look at if a model has our implementation."""
+
+    @property
+    def ndim(self) -> NoReturn:
+        """Dimensions, which others look at first.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "this model has another attention, which would mix a batch's documents: make it with "
+            'attn_implementation="distca", and give each model a config of its own'
+        )
+
+    shape = ndim
+
+
 def inputs_of(batch: Batch) -> dict[str, Any]:
     """Returns the arguments of a causal language model for this rank's tokens, `[1, rows]` each.
 
     The loss that the model then returns is divided by the targets of all ranks. With trees there
-    are no labels: give the model's logits to `Batch.loss`.
+    are no labels: give the model's logits to `Batch.loss`. A model with another
+    `attn_implementation` raises a `ValueError`.
     """
     arguments = {
         "input_ids": batch.tokens[None],
+        "attention_mask": _NoMask(),
         "position_ids": batch.positions[None],
         "use_cache": False,
         IMPLEMENTATION: batch.handle,

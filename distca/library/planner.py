@@ -16,7 +16,7 @@ from distca.attention.softcap import SoftCapped
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape
-from distca.library.batch import Batch, Predictions
+from distca.library.batch import Batch, Predictions, Progress
 from distca.library.documents import Document
 from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
@@ -118,8 +118,8 @@ class Planner:
         self._trace, self._times = Trace(device), AttentionTimes(device)
         config = ScheduleConfig(tolerance, shape, cost_model, block)
         self._plan = PlanDocuments(scheduler, config, self.masks, len(ranks))
-        # This rank's part of each batch's plans, one for each mask.
-        self._placed: OrderedDict[int, tuple[Exchange, ...]] = OrderedDict()
+        # This rank's part of each batch's plans, one for each mask, and what was computed of it.
+        self._placed: OrderedDict[int, tuple[tuple[Exchange, ...], Progress]] = OrderedDict()
         self._max_live, self._batches = max_live_batches, itertools.count()
         self._number = next(_NUMBERS)
         _PLANNERS[self._number] = self
@@ -177,7 +177,8 @@ class Planner:
         if self.device.type != "cpu":
             # Of its own memory, since several batches may be under way.
             exchanges = tuple(each.map_indices(self._to_device) for each in exchanges)
-        self._placed[number] = exchanges
+        progress = Progress()
+        self._placed[number] = exchanges, progress
         while len(self._placed) > self._max_live:
             self._placed.popitem(last=False)
         placement = made.plans[0].placement
@@ -196,6 +197,7 @@ class Planner:
             made.plans,
             nodes,
             rank,
+            progress,
             self._group,
         )
 
@@ -243,7 +245,9 @@ class Planner:
             )
         if mask not in self.masks:
             raise ValueError(f"a layer has {mask}, but the planner {self.masks}: give it as a mask")
-        exchange = placed[self.masks.index(mask)]
+        exchanges, progress = placed
+        exchange = exchanges[self.masks.index(mask)]
+        progress.attended = True
         resources = CallResources(
             self._transport,
             self._kernel,

@@ -102,6 +102,8 @@ def losses_of_own_rollouts(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
         rollouts.append(Rollout(tokens, weights))
     planner = Planner(SHAPE, block=BLOCK)
     batch = planner.place(share_prefixes(rollouts, 16))
+    rows = (torch.zeros(len(batch.tokens), n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
+    core_attention(*rows, batch)
     factors = [torch.randn(len(each.tokens), generator=made) for each in rollouts]
     found = []
     for apart in (True, False):
