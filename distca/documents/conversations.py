@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from distca.plan.span import Floats, Int64s
 
 _MOST_WEIGHT = 1e30
 """Weight of a completion at most, so that sums of weights stay finite in float32."""
+_KEYS = ("prompt", "completions", "weights")
+_NEAR = 0.85
+"""How similar a key must be to one of these to be a slip: `weight` is, `prompt_id` is not."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,9 @@ def _conversations(line: bytes) -> Iterator[tuple[list[Message], float]]:
 
 def _completed(read: dict[str, Any]) -> Iterator[tuple[list[Message], float]]:
     """Yields a prompt with each of its completions, and the weight of each."""
+    for key in read.keys() - set(_KEYS):
+        for near in get_close_matches(key.lower(), _KEYS, 1, _NEAR):
+            raise ValueError(f"it has the key {key!r}, which is not read: rename it to {near!r}")
     prompt = _as_messages(read.get("prompt"), "user", "'prompt'")
     completions, weights = read["completions"], read.get("weights")
     if "messages" in read:

@@ -76,7 +76,12 @@ def test_a_system_message_begins_a_conversation(folder, tmp_path) -> None:
 def test_completions_are_conversations_with_their_prompt(folder, tmp_path) -> None:
     path = tmp_path / "answers.jsonl"
     lines = [
-        {"prompt": "How far?", "completions": ["Very.", "Not at all."], "weights": [0.5, 2]},
+        {
+            "prompt": "How far?",
+            "completions": ["Very.", "Not at all."],
+            "weights": [0.5, 2],
+            "prompt_id": 7,
+        },
         {"prompt": TALK[:2], "completions": [[TALK[2]]]},
     ]
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -110,6 +115,8 @@ def test_completions_are_conversations_with_their_prompt(folder, tmp_path) -> No
         ('{"prompt": "a", "completions": [1]}', "completion 1 is neither a text"),
         ('{"prompt": [{}], "completions": ["b"]}', "'prompt': message 1 has no text as its 'role'"),
         ('{"prompt": "a", "completions": ["b"], "weights": []}', "not a list of 1 numbers"),
+        ('{"prompt": "a", "completions": ["b"], "weight": [2]}', "'weight', .* to 'weights'"),
+        ('{"prompt": "a", "completions": ["b"], "Prompts": "c"}', "'Prompts', .* to 'prompt'"),
         ('{"prompt": "a", "completions": ["b"], "weights": [-1]}', "weight 1 is -1: give a number"),
         ('{"prompt": "a", "completions": ["b"], "weights": [NaN]}', "weight 1 is nan: give a"),
         ('{"prompt": "a", "completions": ["b"], "weights": [1e39]}', "from 0 to 1e\\+30"),
