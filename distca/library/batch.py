@@ -121,7 +121,8 @@ class Batch:
 
         Raises:
             ValueError: there is not a row for each token of this rank, or the batch's core
-                attention has not run: another one gives wrong logits.
+                attention has not run: another one gives wrong logits; or a target is beyond
+                the vocabulary.
         """
         if not self.progress.attended:
             raise ValueError(
@@ -130,6 +131,13 @@ class Batch:
             )
         logits = logits.reshape(-1, logits.shape[-1])
         self._check_count(logits, len(self.tokens), "tokens")
+        # All ranks' targets, on the CPU: all ranks refuse, and nothing waits for a device.
+        targets = self.nodes.predictions[2]
+        if len(targets) and int(targets.max()) >= logits.shape[1]:
+            raise ValueError(
+                f"token {int(targets.max())} is trained, but the logits are of "
+                f"{logits.shape[1]} tokens: use the model's own tokenizer"
+            )
         chosen = logits[self.predictions.rows].float()
         return -torch.nn.functional.cross_entropy(
             chosen, self.predictions.targets, reduction="none"
@@ -242,10 +250,16 @@ class Batch:
             A sum for each of `rollouts`, in their order, `[rollouts]`.
 
         Raises:
-            ValueError: there is not one for each prediction of this rank. The other ranks wait
-                then, until this one ends.
+            ValueError: there is not one for each prediction of this rank, or they are no
+                floating-point numbers of one dimension. The other ranks wait then, until this one
+                ends.
         """
         self._check_count(values, len(self.predictions.rows), "predictions")
+        if values.dim() != 1 or not values.is_floating_point():
+            raise ValueError(
+                f"values are {values.dtype} {list(values.shape)}: give floating-point numbers of "
+                "one dimension, one for each prediction"
+            )
         tokens = self.rollout_tokens()
         order = torch.tensor(self.rollouts, dtype=torch.int64, device=values.device)
         places = torch.searchsorted(order, tokens.rollout)

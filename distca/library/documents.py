@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ class Document:
 
     def __post_init__(self) -> None:
         for name, tensor in (("tokens", self.tokens), ("targets", self.targets)):
-            if tensor is None:
+            if name == "targets" and tensor is None:
                 continue
             check_tensor(f"a document's {name}", tensor, torch.int64)
+            assert tensor is not None
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
                 # A slice of a corpus would take all of it to other processes.
                 object.__setattr__(self, name, tensor.clone())
@@ -106,3 +108,47 @@ def check_tensor(what: str, tensor: object, dtype: torch.dtype) -> None:
             f"{what} are {tensor.dtype} {list(tensor.shape)} on {tensor.device}: give a tensor of "
             f"one dimension, {wanted}, on the CPU"
         )
+
+
+def check_tokens(what: str, tokens: object) -> None:
+    """Checks token ids of a rollout: int64 `[tokens]`, on the CPU.
+
+    Raises:
+        ValueError: see `check_tensor`; there are none, or one is negative, such as `IGNORED`.
+    """
+    check_tensor(f"the tokens of {what}", tokens, torch.int64)
+    assert isinstance(tokens, torch.Tensor)
+    if not len(tokens):
+        raise ValueError(f"{what} has no tokens: give at least one")
+    if int(tokens.min()) < 0:
+        raise ValueError(
+            f"{what} has a negative token: give weights of 0 for tokens that are not trained"
+        )
+
+
+def check_weights(what: str, weights: object) -> None:
+    """Checks weights of a rollout's tokens: float32 `[tokens]`, on the CPU, without gradient.
+
+    Raises:
+        ValueError: see `check_tensor`; one is not finite, or they require gradients.
+    """
+    check_tensor(f"the weights of {what}", weights, torch.float32)
+    assert isinstance(weights, torch.Tensor)
+    if not weights.isfinite().all():
+        raise ValueError(f"{what} has a weight that is not finite")
+    if weights.requires_grad:
+        raise ValueError(
+            f"the weights of {what} require gradients, which no loss gives: give weights.detach()"
+        )
+
+
+def check_integer(name: str, given: object, least: int, most: int | None = None) -> None:
+    """Checks a whole number that a user gives.
+
+    Raises:
+        ValueError: it is none, or out of range.
+    """
+    whole = isinstance(given, Integral) and not isinstance(given, bool)
+    if not whole or given < least or (most is not None and given > most):  # type: ignore[operator]
+        upto = "" if most is None else f", at most {most:,}"
+        raise ValueError(f"{name} is {given!r}: give a whole number of at least {least}{upto}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ def as_documents(given: Sequence[Given]) -> tuple[Document | Tree, ...]:
     Raises:
         ValueError: see `Document`; or there are no documents.
     """
-    if isinstance(given, Document | Tree | Rollout | torch.Tensor):
-        raise ValueError(f"a {type(given).__name__} is given: give a list of documents")
+    given = _listed(given)
     rollouts = [each for each in given if isinstance(each, Rollout)]
     found: list[Document | Tree] = []
     for each in given:
@@ -41,6 +40,13 @@ def as_documents(given: Sequence[Given]) -> tuple[Document | Tree, ...]:
     if not found:
         raise ValueError("there are no documents: give at least one")
     return tuple(found)
+
+
+def _listed(given: object) -> tuple[Given, ...]:
+    single = isinstance(given, Document | Tree | Rollout | torch.Tensor)
+    if single or not isinstance(given, Iterable):
+        raise ValueError(f"a {type(given).__name__} is given: give a list of documents")
+    return tuple(given)
 
 
 def split_packed(
@@ -92,6 +98,7 @@ def share_documents(
     mine: tuple[Document | Tree | Rollout, ...] = ()
     wrong = ""
     try:
+        own = _listed(own)
         rollouts = tuple(each for each in own if isinstance(each, Rollout))
         others = [each for each in own if not isinstance(each, Rollout)]
         mine = (*(as_documents(others) if others else ()), *rollouts)

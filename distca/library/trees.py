@@ -7,7 +7,7 @@ rollouts one by one, for less work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca.library.documents import check_tensor
+from distca.library.documents import check_integer, check_tokens, check_weights
 from distca.plan import BLOCK
 from distca.plan.span import Int64s
+
+_MOST = 2**63 - 1
+"""The largest number that a rollout may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,32 +34,23 @@ class Rollout:
             for those of a response. The first one counts for nothing. None: all are 1.
 
     Raises:
-        ValueError: there are no tokens, one is negative, a weight is not finite, or a tensor has
-            another shape, dtype or device.
+        ValueError: there are no tokens, one is negative, a weight is not finite, weights require
+            gradients, or a tensor has another shape, dtype or device.
     """
 
     tokens: torch.Tensor
     weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_tensor("a rollout's tokens", self.tokens, torch.int64)
-        if not len(self.tokens):
-            raise ValueError("a rollout has no tokens: give at least one")
-        if int(self.tokens.min()) < 0:
-            raise ValueError(
-                "a rollout has a negative token: give weights of 0 for tokens that are not trained"
-            )
+        check_tokens("a rollout", self.tokens)
         if self.weights is None:
             return
-        check_tensor("a rollout's weights", self.weights, torch.float32)
+        check_weights("a rollout", self.weights)
         if len(self.weights) != len(self.tokens):
             raise ValueError(
                 f"a rollout has {len(self.tokens)} tokens, but {len(self.weights)} weights: give "
                 "one weight for each token"
             )
-        if not self.weights.isfinite().all():
-            raise ValueError("a rollout has a weight that is not finite")
-        object.__setattr__(self, "weights", self.weights.detach())
 
     def __reduce__(self) -> tuple[object, ...]:
         weights = None if self.weights is None else self.weights.numpy()
@@ -78,7 +72,7 @@ class Tree:
             parent's path, and then its own.
         parents: an earlier node whose tokens come before those of each, or -1: the first node alone
             has none.
-        rollouts: numbers of the rollouts.
+        rollouts: numbers of the rollouts, 0 or more.
         ends: node with which each of these ends.
         last_weights: weights of the last tokens of each rollout, float32; those before have 0.
         two_way: nodes whose tokens see all of the node, and not only what is before them: an image,
@@ -86,8 +80,8 @@ class Tree:
             first may be trained, since the others are seen by those that predict them.
 
     Raises:
-        ValueError: a node has no tokens, a parent is no earlier node, lengths differ, or a token of
-            a two-way node is trained.
+        ValueError: a node has no tokens or a negative one, a parent is no earlier node, lengths or
+            numbers are wrong, a weight is not finite, or a token of a two-way node is trained.
     """
 
     nodes: tuple[torch.Tensor, ...]
@@ -101,9 +95,7 @@ class Tree:
         if not len(self.nodes) == len(self.parents) > 0:
             raise ValueError("a tree needs nodes, and a parent for each of them")
         for number, (tokens, parent) in enumerate(zip(self.nodes, self.parents, strict=True)):
-            check_tensor(f"the tokens of node {number}", tokens, torch.int64)
-            if not len(tokens):
-                raise ValueError(f"node {number} has no tokens")
+            check_tokens(f"node {number}", tokens)
             if not (parent == -1 if number == 0 else 0 <= parent < number):
                 raise ValueError(
                     f"node {number} has the parent {parent}: give an earlier node, or -1 for the "
@@ -114,7 +106,8 @@ class Tree:
         if not all(0 <= end < len(self.nodes) for end in self.ends):
             raise ValueError("a rollout ends with a node that is not there")
         for rollout, weights in zip(self.rollouts, self.last_weights, strict=True):
-            check_tensor(f"the weights of rollout {rollout}", weights, torch.float32)
+            check_integer("a rollout's number", rollout, 0, _MOST)
+            check_weights(f"rollout {rollout}", weights)
         for rollout, end, weights in zip(self.rollouts, self.ends, self.last_weights, strict=True):
             if len(weights) >= sum(len(self.nodes[each]) for each in self.path(end)):
                 raise ValueError(f"rollout {rollout} has a weight for its first token, or more")
@@ -190,17 +183,17 @@ def share_prefixes(
         node. Of no rollouts there are no trees.
 
     Raises:
-        ValueError: something else than a `Rollout` is given, `least` is below 1, or `first` is
-            negative.
+        ValueError: something else than a list of `Rollout` is given, `least` is below 1, or `first`
+            is negative.
     """
+    if not isinstance(rollouts, Iterable):
+        raise ValueError(f"a {type(rollouts).__name__} is given: give a list of rollouts")
     rollouts = tuple(rollouts)
     for each in rollouts:
         if not isinstance(each, Rollout):
             raise ValueError(f"a {type(each).__name__} is no rollout: give Rollout(tokens)")
-    if least < 1:
-        raise ValueError(f"least is {least}: give at least 1 token")
-    if first < 0:
-        raise ValueError(f"first is {first}: give 0 or more")
+    check_integer("least", least, 1)
+    check_integer("first", first, 0, _MOST - len(rollouts))
     tokens = [each.tokens.numpy() for each in rollouts]
     # Big-endian bytes sort as the numbers do.
     keys = [each.astype(">i8").tobytes() for each in tokens]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from distca.library import Document, Rollout, Tree, share_prefixes
+from distca.library.share import as_documents
 from support.refused_rollouts import with_other_attention
 
 pytest.importorskip("transformers")
@@ -15,6 +21,55 @@ def test_models_with_another_attention_refuse_batches(ranks: Any) -> None:
     """A model that is made of the policy's config changes the policy's attention, too."""
     for found in ranks.run(with_other_attention, world_size=2):
         assert found.pop("policy") == "no error"
+        assert "trained, but the logits are of 5 tokens" in found.pop("vocabulary")
+        for name in ("whole values", "rows of values"):
+            assert "give floating-point numbers of one dimension" in found.pop(name)
         assert len(found) == 10
         for name, message in found.items():
             assert 'attn_implementation="distca"' in message, (name, message)
+
+
+TOKENS, ONES = torch.arange(4), torch.ones(3)
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "ignored token": (lambda: tree(torch.tensor([1, -100, 5, 6])), "node 0 has a negative token"),
+    "negative token": (lambda: tree(torch.tensor([1, -2, 5, 6])), "node 0 has a negative token"),
+    "rollout -3": (
+        lambda: tree(TOKENS, number=-3),
+        "is -3: give a whole number",
+    ),
+    "rollout 1.5": (lambda: tree(TOKENS, number=1.5), "number is 1.5: give a whole number"),
+    "weight nan": (
+        lambda: tree(TOKENS, ONES * torch.nan),
+        "rollout 0 has a weight that is not",
+    ),
+    "gradients": (lambda: Rollout(TOKENS, torch.ones(4).requires_grad_()), "give weights.detach"),
+    "of a tree": (lambda: tree(TOKENS, ONES.clone().requires_grad_()), "give weights.detach"),
+    "no rollouts": (lambda: share_prefixes(None), "a NoneType is given: give a list of rollouts"),  # type: ignore[arg-type]
+    "a rollout": (lambda: share_prefixes(Rollout(TOKENS)), "a Rollout is given: give a list"),  # type: ignore[arg-type]
+    "least text": (lambda: share_prefixes([], "5"), "least is '5': give a whole number"),  # type: ignore[arg-type]
+    "least None": (lambda: share_prefixes([], None), "least is None: give a whole number"),  # type: ignore[arg-type]
+    "least nan": (lambda: share_prefixes([], math.nan), "least is nan: give a whole number"),  # type: ignore[arg-type]
+    "first text": (lambda: share_prefixes([], 1, "a"), "first is 'a': give a whole number"),  # type: ignore[arg-type]
+    "first 1.5": (lambda: share_prefixes([], 1, 1.5), "first is 1.5: give a whole number"),  # type: ignore[arg-type]
+    "first too large": (lambda: share_prefixes([Rollout(TOKENS)], 1, 2**63 - 1), "at most 9,223"),
+    "no documents": (lambda: as_documents(None), "a NoneType is given: give a list of documents"),  # type: ignore[arg-type]
+    "no tokens": (lambda: Document(None), "tokens are a NoneType: give a tensor"),  # type: ignore[arg-type]
+}
+
+
+def tree(tokens: torch.Tensor, weights: torch.Tensor = ONES, number: Any = 0) -> Tree:
+    return Tree((tokens,), (-1,), (number,), (0,), (weights,))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_a_value_are_refused(name: str) -> None:
+    mistake, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        mistake()
+
+
+def test_whole_numbers_of_numpy_and_generators_are_taken() -> None:
+    rollouts = [Rollout(torch.tensor([1, 2, n])) for n in range(3)]
+    (found,) = share_prefixes((each for each in rollouts), np.int64(2), np.int64(5))  # type: ignore[arg-type]
+    assert found.rollouts == (5, 6, 7)
+    assert len(as_documents(TOKENS + n for n in range(3))) == 3  # type: ignore[arg-type]

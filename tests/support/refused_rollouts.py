@@ -38,7 +38,13 @@ def with_other_attention() -> dict[str, str]:
 
     unattended = planner.place(given["rollouts"])
     zeros = torch.zeros(len(unattended.tokens), SIZES["vocab_size"])
+    attended = planner.place(given["rollouts"])
+    policy(**hf.inputs_of(attended))
+    values = torch.zeros(len(attended.predictions.rows))
     found = {
+        "vocabulary": message_of(lambda: attended.loss(zeros[:, :5])),
+        "whole values": message_of(lambda: attended.sum_rollouts(values.long())),
+        "rows of values": message_of(lambda: attended.sum_rollouts(values[:, None])),
         "loss": message_of(lambda: unattended.loss(zeros)),
         "log-probabilities": message_of(lambda: unattended.log_probabilities(zeros)),
         "policy": message_of(lambda: run(policy, "rollouts")),
