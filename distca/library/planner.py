@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,12 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape
 from distca.library.batch import Batch, Predictions, Progress
-from distca.library.documents import Document
 from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
 from distca.library.share import Given, digest
 from distca.library.tree_memory import device_memory, without_room
 from distca.library.trees import Tree
-from distca.plan import BLOCK, Mask
+from distca.plan import BLOCK, Mask, Plan
 from distca.runtime import AttentionCall, AttentionTimes, Buffers, EventCursor, Exchange, Trace
 from distca.runtime.attention_call import CallResources
 from distca.runtime.exchange import build_exchange
@@ -54,7 +54,7 @@ class Planner:
         device: device of the model; None: the current GPU, or the CPU where there is none.
         max_live_batches: how many batches the planner keeps. Finish a batch's backward pass before
             you place this many more.
-        memory_bytes: most bytes of buffers on a rank for trees; None: all of the device's memory.
+        memory_bytes: most bytes of buffers on a rank; None: all of the device's memory.
 
     Attributes:
         bytes_sent: bytes that this rank has sent so far, by phase.
@@ -77,7 +77,7 @@ class Planner:
         cost_model: CostModel | None = None,
         device: torch.device | str | None = None,
         max_live_batches: int = 8,
-        memory_bytes: int | None = None,
+        memory_bytes: float | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -91,6 +91,10 @@ class Planner:
             raise ValueError("masks has none, or one twice: give each mask of the layers once")
         if max_live_batches < 1:
             raise ValueError(f"max_live_batches is {max_live_batches}: give at least 1")
+        if memory_bytes is not None and not (
+            isinstance(memory_bytes, Real) and float(memory_bytes) >= 1
+        ):
+            raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or None")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(device)
@@ -121,6 +125,7 @@ class Planner:
         # This rank's part of each batch's plans, one for each mask, and what was computed of it.
         self._placed: OrderedDict[int, tuple[tuple[Exchange, ...], Progress]] = OrderedDict()
         self._max_live, self._batches = max_live_batches, itertools.count()
+        self._compared, self._have_trees = 0, False
         self._number = next(_NUMBERS)
         _PLANNERS[self._number] = self
 
@@ -140,7 +145,7 @@ class Planner:
     def place(self, documents: PlannedDocuments | Sequence[Given]) -> Batch:
         """Places a micro-batch. Collective: all ranks of the group place the same documents.
 
-        The ranks compare their documents in the first batches, and wherever there are trees.
+        The ranks compare their documents in the first batches, and in all from the first trees on.
 
         Args:
             documents: documents, or their tokens alone, int64 `[tokens]`; rollouts, or trees of
@@ -151,26 +156,17 @@ class Planner:
 
         Raises:
             ValueError: see `Document`; the plans are of another number of ranks or masks; the
-                ranks' documents differ; or trees need more memory than there is.
+                ranks' documents differ; or buffers need more memory than there is.
         """
         find_planner(self._number * _BATCHES)
-        made = documents if isinstance(documents, PlannedDocuments) else self._plan(documents)
+        made = self._planned(documents)
         transport, rank = self._transport, self._transport.rank
-        of_masks = tuple(plan.mask for plan in made.plans)
-        if made.plans[0].world_size != transport.world_size or of_masks != self.masks:
-            raise ValueError(
-                f"the plans are of {made.plans[0].world_size} ranks and the masks {of_masks}, the "
-                f"planner of {transport.world_size} and {self.masks}: plan with `planner.collate`"
-            )
         number = next(self._batches)
         nodes = Nodes(made.documents)
-        # Rollouts are often sampled anew in each step.
-        if number < _COMPARED or nodes.have_trees:
-            self._compare(made.documents)
         needed = CoreAttentionMemory()
         for plan in made.plans:
             needed = needed.union(plan_memory(plan, self.shape))
-        if nodes.have_trees and needed.total(1) > self._memory:
+        if needed.total(1) > self._memory:
             raise ValueError(without_room(nodes, made.plans[0], needed.total(1), self._memory))
         self._buffers.reserve(needed, transport)
         exchanges = tuple(build_exchange(plan, rank) for plan in made.plans)
@@ -201,17 +197,65 @@ class Planner:
             self._group,
         )
 
-    def _compare(self, documents: Sequence[Document | Tree]) -> None:
+    def _planned(self, given: PlannedDocuments | Sequence[Given]) -> PlannedDocuments:
+        """Plans documents and compares them with those of other ranks. Collective.
+
+        Raises:
+            ValueError: see `place`.
+        """
+        made, wrong, mine = None, None, _NOTHING
+        compares = self._have_trees or self._compared < _COMPARED
+        try:
+            made = given if isinstance(given, PlannedDocuments) else self._plan(given)
+            self._check_plans(made.plans)
+            # Rollouts are often sampled anew in each step.
+            trees = any(isinstance(each, Tree) for each in made.documents)
+            compares |= trees
+            if compares:
+                mine = digest(made.documents)
+        except ValueError as error:
+            wrong = error
+        if compares:
+            self._compared += 1
+            self._compare(mine, wrong)
+        if wrong is not None:
+            raise wrong
+        assert made is not None
+        # All ranks have them.
+        self._have_trees |= trees
+        return made
+
+    def _check_plans(self, plans: Sequence[Plan]) -> None:
+        """Raises a `ValueError` if plans are of other ranks or masks."""
+        ranks, masks = self._transport.world_size, tuple(plan.mask for plan in plans)
+        if plans[0].world_size != ranks or masks != self.masks:
+            raise ValueError(
+                f"the plans are of {plans[0].world_size} ranks and the masks {masks}, the planner "
+                f"of {ranks} and {self.masks}: plan with `planner.collate`"
+            )
+
+    def _compare(self, number: int, wrong: ValueError | None) -> None:
         """Compares the documents of all ranks. Collective.
+
+        Args:
+            number: digest of this rank's documents, or `_NOTHING`.
+            wrong: why it has none.
 
         Raises:
             ValueError: they differ; on all ranks.
         """
-        mine = torch.tensor([digest(documents)], device=self.device)
+        mine = torch.tensor([number], device=self.device)
         found = [torch.empty_like(mine) for _ in range(self._transport.world_size)]
         dist.all_gather(found, mine, self._group)
         numbers = torch.cat(found).tolist()
         others = [rank for rank, each in enumerate(numbers) if each != numbers[0]]
+        if wrong is not None:
+            raise wrong
+        if _NOTHING in numbers:
+            raise ValueError(
+                f"rank {numbers.index(_NOTHING)} cannot place its documents, and says why: give "
+                "the same ones on all ranks, or use share_documents"
+            )
         if others:
             raise ValueError(
                 f"rank {others[0]} places other documents than rank 0: read the same ones on all "
@@ -284,6 +328,8 @@ class Planner:
 
 _BATCHES = 2**40
 """A handle is the planner's number times this, plus the batch's number."""
+_NOTHING = -1
+"""In place of a digest: a rank cannot place what it was given."""
 _COMPARED = 8
 """Batches in which ranks compare their documents. A comparison waits for the device."""
 

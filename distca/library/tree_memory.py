@@ -1,4 +1,4 @@
-"""Memory of a micro-batch of trees: kernels copy a prompt's keys for each branch."""
+"""Memory of a micro-batch: of trees, kernels copy a prompt's keys for each branch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def without_room(nodes: Nodes, plan: Plan, needed: int, memory: int) -> str:
-    """Says that buffers exceed the memory, and which tree needs most.
+def without_room(nodes: Nodes, plan: Plan, needed: int, memory: float) -> str:
+    """Says that buffers exceed the memory, and which document or tree needs most.
 
     Args:
         nodes: nodes of the micro-batch.
@@ -37,8 +37,14 @@ def without_room(nodes: Nodes, plan: Plan, needed: int, memory: int) -> str:
     name = f"document {most}"
     if isinstance(given, Tree):
         name = f"the tree of rollout {min(given.rollouts)}"
+    copies = f"{name} needs most: kernels take {int(keys[most]):,} keys"
+    if branches > 1:
+        copies += f" for its {branches} branches"
     return (
-        f"core attention of this micro-batch needs {needed / 1e9:,.2f} GB of buffers on a rank, "
-        f"which has {memory / 1e9:,.2f} GB. {name} needs most: kernels copy {int(keys[most]):,} "
-        f"keys for its {branches} branches. Place fewer rollouts at once, or use more ranks"
+        f"core attention of this micro-batch needs {_size(needed)} of buffers on a rank, which has "
+        f"{_size(memory)}. {copies}. Place fewer tokens at once, or use more ranks"
     )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count:,.0f} bytes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from distca.library import Document, Rollout, Tree, share_prefixes
 from distca.library.share import as_documents
-from support.refused_rollouts import with_other_attention
+from support.refused_rollouts import beyond_memory, mistakes_of_one_rank, with_other_attention
 
 pytest.importorskip("transformers")
 
@@ -73,3 +74,33 @@ def test_whole_numbers_of_numpy_and_generators_are_taken() -> None:
     (found,) = share_prefixes((each for each in rollouts), np.int64(2), np.int64(5))  # type: ignore[arg-type]
     assert found.rollouts == (5, 6, 7)
     assert len(as_documents(TOKENS + n for n in range(3))) == 3  # type: ignore[arg-type]
+
+
+def test_little_memory_refuses_all_micro_batches_alike(ranks: Any) -> None:
+    for found in ranks.run(beyond_memory, world_size=2):
+        for name in ("a document", "equal rollouts", "rollouts that share nothing"):
+            message = found.pop(name)
+            assert re.search(r"needs [\d,]+ bytes of .*, which has 1,000 bytes\.", message), message
+            assert " branches" not in message
+        for name, message in found.items():
+            assert f"memory_bytes is {name!r}" in message or f"memory_bytes is {name}:" in message
+
+
+OF_ONE_RANK = {
+    "empty": "there are no documents",
+    "None": "a NoneType is given: give a list of documents",
+    "infinity": "add up to infinity",
+    "shared None": "rank 1: a NoneType is given: give a list of documents",
+    "shared, None inside": "rank 1: a document's tokens are a NoneType: give a tensor",
+    "empty after trees": "there are no documents",
+}
+
+
+def test_what_one_rank_cannot_place_is_refused_on_all(ranks: Any) -> None:
+    """Otherwise the others wait until their timeout."""
+    first, second = ranks.run(mistakes_of_one_rank, world_size=2, timeout=60)
+    for name, message in OF_ONE_RANK.items():
+        assert message in second[name]
+        other = message if name.startswith("shared") else "rank 1 cannot place its documents, and"
+        assert other in first[name]
+    assert first["after all"] == second["after all"] == "no error"

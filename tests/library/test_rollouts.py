@@ -179,7 +179,7 @@ def test_prefixes_are_found(least: int, full: bool) -> None:
 def test_trees_beyond_a_rank_s_memory_are_named(ranks: Any) -> None:
     for messages in ranks.run(place_beyond_memory, world_size=2):
         assert messages[0] == ""
-        assert "which has 0.00 GB. the tree of rollout 5 needs most: kernels copy" in messages[1]
+        assert "which has 4,000,000 bytes. the tree of rollout 5 needs most: ker" in messages[1]
         assert "for its 40 branches" in messages[1]
 
 

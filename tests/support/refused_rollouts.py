@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from distca.library import Planner, share_prefixes
+from distca.library import Planner, Rollout, share_documents, share_prefixes
 from distca.library import hugging_face as hf
 from support.library_loops import BLOCK, SIZES, config
-from support.rollout_loops import LEAST, star
+from support.rollout_loops import LEAST, hf_shape, star
 
 
 def message_of(mistake: Callable[[], object]) -> str:
@@ -54,5 +56,49 @@ def with_other_attention() -> dict[str, str]:
         for name in given:
             found[f"{kind}, {name}"] = message_of(lambda: run(reference, name))  # noqa: B023
             found[f"{kind}, {name}, policy"] = message_of(lambda: run(policy, name))  # noqa: B023
+    planner.close()
+    return found
+
+
+def beyond_memory() -> dict[str, str]:
+    """What planners with little memory say, and those with memories that are no number."""
+    tokens = torch.arange(900)
+    given: dict[str, Any] = {
+        "a document": [tokens],
+        "equal rollouts": share_prefixes([Rollout(tokens)] * 3),
+        "rollouts that share nothing": [Rollout(tokens + n) for n in range(3)],
+    }
+    found = {}
+    for name, each in given.items():
+        planner = Planner(hf_shape(), block=BLOCK, memory_bytes=1000)
+        found[name] = message_of(lambda: planner.place(each))  # noqa: B023
+        planner.close()
+    for memory in (math.nan, -1, 0, "1 GB"):
+        found[str(memory)] = message_of(lambda: Planner(hf_shape(), memory_bytes=memory))  # type: ignore[arg-type] # noqa: B023
+    return found
+
+
+def mistakes_of_one_rank() -> dict[str, str]:
+    """What each rank says where rank 1 alone gives what cannot be used."""
+    planner, documents = Planner(hf_shape(), block=BLOCK), [torch.arange(40)]
+    rollouts = star(torch.Generator().manual_seed(5))
+    heavy = [Rollout(torch.arange(9), torch.full((9,), 3e38))] * 3
+    tokens = torch.arange(9)
+
+    def wrong(given: Any) -> Any:
+        return given if dist.get_rank() else documents
+
+    found = {
+        "empty": message_of(lambda: planner.place(wrong([]))),
+        "None": message_of(lambda: planner.place(wrong(None))),
+        "infinity": message_of(lambda: planner.place(wrong(heavy))),
+        "shared None": message_of(lambda: share_documents(wrong(None))),
+        "shared, None inside": message_of(lambda: share_documents(wrong([None]))),
+    }
+    for _ in range(9):
+        planner.place([tokens])
+    planner.place(share_prefixes(rollouts, LEAST))
+    found["empty after trees"] = message_of(lambda: planner.place(wrong([])))
+    found["after all"] = message_of(lambda: planner.place(documents))
     planner.close()
     return found
