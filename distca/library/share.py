@@ -62,8 +62,16 @@ def split_packed(
             are 1.
 
     Raises:
-        ValueError: `cu_seqlens` does not rise from 0 to the number of tokens, or see `Rollout`.
+        ValueError: `cu_seqlens` does not rise from 0 to the number of tokens, a tensor is none or
+            has another dtype, there are more or fewer weights, or see `Rollout`.
     """
+    for name, each in (("tokens", tokens), ("cu_seqlens", cu_seqlens)):
+        whole = isinstance(each, torch.Tensor) and not (
+            each.is_floating_point() or each.is_complex() or each.dtype == torch.bool
+        )
+        if not whole:
+            kind = each.dtype if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
+            raise ValueError(f"{name} are {kind}: give a tensor of integers")
     flat = tokens.detach().reshape(-1).cpu().long()
     edges = cu_seqlens.detach().cpu().long()
     if edges.dim() != 1 or len(edges) < 2 or int(edges[0]) or int(edges[-1]) != len(flat):
@@ -75,7 +83,13 @@ def split_packed(
         raise ValueError("cu_seqlens does not rise: a sequence has no tokens")
     found: list[torch.Tensor | None] = [None] * len(sizes)
     if weights is not None:
-        found = list(torch.split(weights.detach().reshape(-1).cpu().float(), sizes))
+        if not isinstance(weights, torch.Tensor):
+            raise ValueError(f"weights are a {type(weights).__name__}: give a tensor")
+        if weights.numel() != len(flat):
+            raise ValueError(
+                f"{weights.numel()} weights are given for {len(flat)} tokens: give one for each"
+            )
+        found = list(torch.split(weights.reshape(-1).cpu().float(), sizes))
     return [Rollout(*each) for each in zip(torch.split(flat, sizes), found, strict=True)]
 
 

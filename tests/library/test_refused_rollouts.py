@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca.library import Document, Rollout, Tree, share_prefixes
-from distca.library.share import as_documents
+from distca.library.share import as_documents, split_packed
 from support.refused_rollouts import beyond_memory, mistakes_of_one_rank, with_other_attention
 
 pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ def test_models_with_another_attention_refuse_batches(ranks: Any) -> None:
             assert 'attn_implementation="distca"' in message, (name, message)
 
 
-TOKENS, ONES = torch.arange(4), torch.ones(3)
+TOKENS, ONES, EDGES = torch.arange(4), torch.ones(3), torch.tensor([0, 2, 4])
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "ignored token": (lambda: tree(torch.tensor([1, -100, 5, 6])), "node 0 has a negative token"),
     "negative token": (lambda: tree(torch.tensor([1, -2, 5, 6])), "node 0 has a negative token"),
@@ -54,6 +54,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "first 1.5": (lambda: share_prefixes([], 1, 1.5), "first is 1.5: give a whole number"),  # type: ignore[arg-type]
     "first too large": (lambda: share_prefixes([Rollout(TOKENS)], 1, 2**63 - 1), "at most 9,223"),
     "no documents": (lambda: as_documents(None), "a NoneType is given: give a list of documents"),  # type: ignore[arg-type]
+    "few weights": (lambda: split_packed(TOKENS, EDGES, ONES), "3 weights are given for 4 tokens"),
+    "weight list": (lambda: split_packed(TOKENS, EDGES, [1.0] * 4), "weights are a list: give a t"),  # type: ignore[arg-type]
+    "packed floats": (lambda: split_packed(TOKENS + 0.7, EDGES), "tokens are torch.float32: give"),
+    "float edges": (lambda: split_packed(TOKENS, EDGES / 1), "cu_seqlens are torch.float32: give"),
+    "packed list": (lambda: split_packed([1, 2], EDGES), "tokens are a list: give a tensor of int"),  # type: ignore[arg-type]
+    "edge list": (lambda: split_packed(TOKENS, [0, 4]), "cu_seqlens are a list: give a tensor of"),  # type: ignore[arg-type]
     "no tokens": (lambda: Document(None), "tokens are a NoneType: give a tensor"),  # type: ignore[arg-type]
 }
 
