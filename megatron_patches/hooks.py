@@ -26,6 +26,7 @@ from megatron.core.package_info import MAJOR, MINOR
 from megatron_patches import checkpoint_data, cpu, mcore_fixes
 from megatron_patches.loop import evaluation, megatron_checkpoints, megatron_hooks, step_log
 from megatron_patches.loop.run import LoopRun
+from megatron_patches.model import token_prediction
 from megatron_patches.versions import FIRST, LAST
 
 _ORIGINALS = "_distca_originals"
@@ -331,6 +332,17 @@ MENDS = (
 )
 """Mends of megatron-core and torch, also for code that runs without Megatron-LM's loop."""
 
+PREDICTION = (
+    Hook(
+        "megatron.core.models.gpt.gpt_model",
+        "process_mtp_loss",
+        "ours takes labels of tokens that other ranks have, and averages over the global batch",
+        token_prediction.loss_over_global_batch,
+        since=(0, 19),
+    ),
+)
+"""Losses of multi-token prediction, which a model takes from its module."""
+
 SAVING = (
     Hook(
         _FILES,
@@ -420,7 +432,7 @@ CHECKED = Hook(
 )
 """The row for programs that check flags before they start Megatron (`parts.py`), then put back."""
 
-TABLE = (ADD_FLAGS, *LOOP, *MENDS, *SAVING, *CPU, *CPU_LOOP, CHECKED)
+TABLE = (ADD_FLAGS, *LOOP, *MENDS, *PREDICTION, *SAVING, *CPU, *CPU_LOOP, CHECKED)
 """All rows."""
 
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
@@ -434,7 +446,10 @@ INSTANCES = {
     f"{_GPT}.rotary_pos_emb": "rotates by each token's own position",
     f"{_LATENT}:MLASelfAttention.rotary_pos_emb": "the same",
     f"{_BLOCK}.forward": "runs two nano-batches in turn (--distca-ping-pong)",
-    f"{_LAYER}.forward": "replays CUDA graphs around core attention (--distca-cuda-graphs)",
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings": ""
+    "takes columns that a micro-batch brings, where theirs shifts the rows of a rank",
+    f"{_LAYER}.forward": "replays CUDA graphs around core attention (--distca-cuda-graphs); of "
+    "multi-token prediction: runs two nano-batches in turn",
     "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward": "of keys and values: "
     "expands the latents that were sent (--distca-latent-rows)",
     f"{_ROUTER}.attach_and_log_load_balancing_loss": "averages over a micro-batch's tokens",
@@ -477,6 +492,7 @@ def adapt_megatron_core(async_save: bool = False) -> None:
     if cpu.without_cuda():
         cpu.prepare_process()
     apply(MENDS)
+    apply(PREDICTION)
     if not async_save:
         mcore_fixes.leave_out_the_warning_of_async_saves()
         apply(SAVING)

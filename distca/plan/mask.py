@@ -90,10 +90,14 @@ class LayerMasks:
     Attributes:
         masks: different masks, the one that sees most first.
         pattern: number of the mask of each layer of the pattern.
+        of_last_stage: number of masks, the last ones, of layers that the last stage of a pipeline
+            has behind those that all stages have. They stand there again, if other layers have
+            them too: plans with them are of the last stage's tokens alone.
     """
 
     masks: tuple[Mask, ...] = (Mask(),)
     pattern: tuple[int, ...] = (0,)
+    of_last_stage: int = 0
 
     @staticmethod
     def of(layers: Iterable[Mask]) -> LayerMasks:
@@ -109,6 +113,14 @@ class LayerMasks:
             ),
         )
         return LayerMasks(tuple(masks), tuple(masks.index(mask) for mask in of_layers))
+
+    @property
+    def of_all_stages(self) -> LayerMasks:
+        """Masks of the layers that all stages of a pipeline have."""
+        if not self.of_last_stage:
+            return self
+        number = len(self.masks) - self.of_last_stage
+        return LayerMasks(self.masks[:number], tuple(n for n in self.pattern if n < number))
 
     def of_layer(self, layer: int) -> Mask:
         """Returns the mask of a layer, numbered from 0."""

@@ -127,7 +127,7 @@ class CoreAttention:
         layer: int,
     ) -> AttentionCall:
         """Makes the call of a rank without tokens, which only serves. See `AttentionCall`."""
-        local = cursor.exchanges[nano_batch].q.local
+        local = cursor.exchange(nano_batch, layer).q.local
         assert local == 0, "a rank with tokens has their queries to send"
         return self._call(cursor, nano_batch, softmax_scale, labels, layer)
 

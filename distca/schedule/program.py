@@ -119,8 +119,8 @@ def calls_of(program: Program, masks: LayerMasks) -> list[Counter[Pass]]:
     """Counts each nano-batch's calls of core attention with each mask in a program, by pass."""
     calls = [e for e in program if e.step == "compute" and e.nano_batch == 0]
     return [
-        Counter(e.direction for e in calls if masks.of_layer(e.layer) == mask)
-        for mask in masks.masks
+        Counter(e.direction for e in calls if masks.pattern[e.layer % len(masks.pattern)] == number)
+        for number in range(len(masks.masks))
     ]
 
 

@@ -37,6 +37,7 @@ def million_pairs(lengths: Int64s, masks: LayerMasks, trees: DocumentTrees | Non
     """
     prefix = None if trees is None else trees.prefix
     of_paths = lengths if trees is None else trees.lengths
+    masks = masks.of_all_stages
     counts = dict(zip(masks.masks, masks.counts(), strict=True))
     pairs = sum(
         count * float(document_loads(of_paths, mask, None, prefix).sum())
@@ -98,6 +99,9 @@ class MicroBatch:
             if params.nano_batches is not None:
                 ping, pong = (_moved(each, move, fused_rotary) for each in params.nano_batches)
                 params = replace(params, nano_batches=(ping, pong))
+            if params.next_tokens is not None:
+                moved = params.next_tokens.to(partial(place, device=device))
+                params = replace(params, next_tokens=moved)
         return replace(
             self,
             tokens=place(self.tokens, device),
@@ -217,6 +221,7 @@ def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch
             batch.position_ids,
             batch.attention_mask,
             labels=batch.labels,
+            loss_mask=batch.loss_mask,
             packed_seq_params=batch.packed_seq_params,
         )
     return output, partial(sum_loss, batch)

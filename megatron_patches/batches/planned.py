@@ -6,6 +6,7 @@ says which tokens a rank owns. A micro-batch runs as two nano-batches with a pla
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from distca.schedule import (
 )
 from distca.schedule.base import document_loads
 from distca.schedule.program import NANO_BATCHES
+from distca.schedule.training.planned_batch import PADDING
 from distca.schedule.training.tree_halves import borrowed_rows
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.micro_batch import (
@@ -38,6 +40,20 @@ from megatron_patches.batches.micro_batch import (
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.model.chained_keys import ChainedKeys, ChainPart
 from megatron_patches.model.core_attention import DocumentParams, NanoBatch
+from megatron_patches.model.next_tokens import NextTokens
+
+
+@dataclass(frozen=True)
+class PredictedTokens:
+    """What layers of multi-token prediction predict in a global batch.
+
+    Attributes:
+        edges: stream positions that no document crosses, int64 `[windows + 1]`.
+        all_targets: as for `NextTokens`.
+    """
+
+    edges: Int64s
+    all_targets: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,7 @@ class PlannedReader:
         cuts_at_windows: whether documents end where the window of a micro-batch ends; otherwise
             they end with the global batch, and only server pools share them out.
         bound: bound of a training step's memory, with server pools, or None.
+        prediction_layers: layers of multi-token prediction that this rank's stage has.
     """
 
     stream: TokenStream
@@ -64,6 +81,7 @@ class PlannedReader:
     head_parallel: int = 1
     cuts_at_windows: bool = True
     bound: MemoryBound | None = None
+    prediction_layers: int = 0
 
     @property
     def _server(self) -> int:
@@ -90,6 +108,36 @@ class PlannedReader:
             first_sample += count * samples
         return found
 
+    def predicted(self, first_sample: int, micro_batches: int) -> PredictedTokens | None:
+        """Counts what layers of multi-token prediction predict; None: this rank has none.
+
+        Args:
+            first_sample: sample at which the global batch starts.
+            micro_batches: its number of micro-batches.
+        """
+        if not self.prediction_layers:
+            return None
+        samples, length = self.layout.samples_per_micro_batch, self.layout.seq_length
+        start = first_sample * length
+        stop = start + micro_batches * samples * length
+        edges = [start]
+        for count in chain_sizes(micro_batches, self.planner.options.chain):
+            if self.cuts_at_windows:
+                edges += [end for _, end in self.layout.windows(first_sample, count)]
+            first_sample += count * samples
+        edges = [*edges, stop] if edges[-1] < stop else edges
+        lengths = [self.stream.document_lengths(*each) for each in itertools.pairwise(edges)]
+        mask = np.concatenate([self.stream.loss_mask(*each) for each in itertools.pairwise(edges)])
+        ends = np.cumsum(np.concatenate(lengths))
+        first = ends - np.concatenate(lengths)
+        all_targets = [float(mask.sum(dtype=np.float64))]
+        for shift in range(self.prediction_layers):
+            # The labels of a document's first tokens are too near.
+            near = first + shift
+            lost = mask[near[near < ends]].sum(dtype=np.float64)
+            all_targets.append(all_targets[-1] - float(lost))
+        return PredictedTokens(np.array(edges, dtype=np.int64), tuple(all_targets))
+
     def million_pairs(self, documents: Sequence[Documents], micro_batches: int) -> float:
         """Returns the visible pairs of a layer, in the mean micro-batch of a rank, in millions."""
         masks = self.planner.masks
@@ -112,7 +160,7 @@ class PlannedReader:
                 pattern.
             cost_model: cost model of the loads; None: they are counts of pairs.
         """
-        layout, masks = self.layout, self.planner.masks
+        layout, masks = self.layout, self.planner.masks.of_all_stages
         if layers is None:
             layers = dict(zip(masks.masks, masks.counts(), strict=True))
         loads = np.zeros((micro_batches, layout.data_parallel_size))
@@ -153,12 +201,14 @@ class PlannedReader:
         self,
         planned: PlannedMicroBatch,
         chain_parts: Sequence[ChainPart | None],
+        predicted: PredictedTokens | None = None,
     ) -> MicroBatch:
         """Makes this rank's part of a micro-batch, without the state of its core attention.
 
         Args:
             planned: planned micro-batch.
             chain_parts: parts of each nano-batch, as `chain_parts` makes them.
+            predicted: what layers of multi-token prediction predict in the global batch, or None.
         """
         in_stream, in_document, lengths = [], [], []
         of_pool, rank = planned.of_pool(self._server)
@@ -172,21 +222,48 @@ class PlannedReader:
             in_stream.append(documents.stream_positions(document_of, place))
             in_document.append(nano.first_positions[document_of] + place)
         order = nano_order([len(rows) for rows in in_stream], self.sequence_shards)
-        own = np.concatenate(in_stream)
+        own, places = np.concatenate(in_stream), np.concatenate(in_document)
         tokens, labels, loss_mask = read_positions(self.stream, own)
         params = document_params(np.concatenate(lengths), as_one_sequence=True)
         if len(of_pool.plans) == 2:
             params = replace(params, nano_batches=self._nano_batches(of_pool, lengths, chain_parts))
         else:
             params = replace(params, chain_part=chain_parts[0])
+        if predicted is not None:
+            params = replace(
+                params, next_tokens=self._next_tokens(own[order], places[order], predicted)
+            )
         return MicroBatch(
             tokens[:, order],
             labels[:, order],
             loss_mask[:, order],
-            torch.from_numpy(np.concatenate(in_document))[None, order],
+            torch.from_numpy(places)[None, order],
             packed_seq_params=params,
             targets=self.stream.targets(own) if self.stream.shares_tokens else None,
         )
+
+    def _next_tokens(self, own: Int64s, places: Int64s, predicted: PredictedTokens) -> NextTokens:
+        """Reads the columns of layers of multi-token prediction.
+
+        A document goes on where the window of its micro-batch does, also on other ranks.
+
+        Args:
+            own: stream positions of this rank's tokens, or `PADDING`.
+            places: positions of the tokens in their documents.
+            predicted: what is predicted in the global batch.
+        """
+        edges, is_token = predicted.edges, own != PADDING
+        inside = np.where(is_token, own, edges[0])
+        window_ends = edges[np.searchsorted(edges, inside, side="right")]
+        ends = np.minimum(self.stream.piece_ends(inside), window_ends)
+        columns = []
+        for depth in range(1, 1 + self.prediction_layers):
+            there = is_token & (own + depth < ends)
+            later = torch.from_numpy(np.where(there, places + depth, 0))[None]
+            found = read_positions(self.stream, np.where(there, own + depth, PADDING))
+            columns.append((found[0], later, *found[1:]))
+        tokens, position_ids, labels, loss_mask = zip(*columns, strict=True)
+        return NextTokens(tokens, position_ids, labels, loss_mask, predicted.all_targets)
 
     def _own_part(self, starts: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
         """Cuts this rank's part out of the pieces of documents that its server owns.

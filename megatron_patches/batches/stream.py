@@ -13,10 +13,9 @@ fills the end of each: no window of some packs then cuts a document.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -27,18 +26,17 @@ from megatron.core.datasets.utils import normalize
 
 from distca.documents.document_list import TokenSource
 from distca.documents.index import check_files_exist, read_index
-from distca.plan.span import Int64s, expand_ranges
+from distca.plan.span import Int64s
 from distca.schedule import DocumentTrees
 from distca.wording import counted
 from megatron_patches.batches.blends import SPLITS, Blend, Split
 from megatron_patches.batches.padding import Padding, fill_packs, padding_lengths
+from megatron_patches.batches.pieces import pieces_of, shuffled_epochs
 
 _SAMPLED_DOCUMENTS = 64
 """Documents that are read when a dataset is opened, so that another vocabulary is found early."""
 _SAMPLED_TOKENS = 1 << 16
 """Tokens of such a document that are read: its last ones, with its end token."""
-_MOST_PIECES = 1 << 30
-"""Pieces of documents that a run can read: a table in memory has a few numbers for each."""
 _SIDECAR_BYTES = 1 << 16
 """Longest `PREFIX.json` of ours; longer ones may be JSON lines that the dataset was made from."""
 
@@ -269,10 +267,10 @@ class TokenStream:
             wanted = int(np.ceil(stop * weight / sum(weights))) + 1
             if once:
                 wanted = int(corpus.lengths[candidates[number]].sum())
-            document, first, lengths = _pieces(
+            document, first, lengths = pieces_of(
                 candidates[number], corpus.lengths, max_document_length
             )
-            order = _shuffled_epochs(lengths, wanted, (seed, number))
+            order = shuffled_epochs(lengths, wanted, (seed, number))
             document, first, lengths = document[order], first[order], lengths[order]
             progress = (np.cumsum(lengths) - lengths) / weight
             tables.append((np.full_like(order, number), document, first, lengths, progress))
@@ -372,29 +370,52 @@ class TokenStream:
         start, stop = self._within(start, stop)
         tokens = np.empty(stop - start, dtype=np.int64)
         labels = np.zeros(stop - start, dtype=np.int64)
+        for corpus, document, origin, position, until in self._parts(start, stop):
+            # One token more where there is one, as the last one's label.
+            last = min(until + 1 - origin, int(corpus.lengths[document]))
+            found, row = corpus.read(document, position - origin, last), position - start
+            tokens[row : until - start] = found[: until - position]
+            labels[row : row + len(found) - 1] = found[1:]
+        return tokens, labels, self.loss_mask(start, stop)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Returns the loss mask of the stream positions `[start, stop)`, as `read` does."""
+        start, stop = self._within(start, stop)
         loss_mask = np.ones(stop - start, dtype=np.float32)
+        for corpus, document, origin, position, until in self._parts(start, stop):
+            length, row = int(corpus.lengths[document]), position - start
+            first, last = position + 1 - origin, min(until + 1 - origin, length)
+            weights = corpus.loss_weights(document, first, last)
+            if weights is not None:
+                loss_mask[row : row + len(weights)] = weights
+            if until - origin == length:
+                loss_mask[until - 1 - start] = 0.0
+        return loss_mask
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[TokenSource, int, int, int, int]]:
+        """Yields the parts of documents at the positions `[start, stop)` of the first pass.
+
+        Each is a corpus, the number of a document, the position at which it would start in the
+        stream if all of it were here, and the part's first position and end.
+        """
         position = start
         entry = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while position < stop:
             corpus, document = self.corpora[int(self.corpus[entry])], int(self.document[entry])
-            # Position at which the document would start in the stream if all of it were here.
             origin = int(self.offsets[entry]) - int(self.first[entry])
-            document_end = origin + int(corpus.lengths[document])
             until = min(stop, int(self.offsets[entry + 1]))
-            # One token more where there is one, as the last one's label.
-            found = corpus.read(document, position - origin, min(until + 1, document_end) - origin)
-            row = position - start
-            tokens[row : until - start] = found[: until - position]
-            labels[row : row + len(found) - 1] = found[1:]
-            weights = corpus.loss_weights(
-                document, position + 1 - origin, position - origin + len(found)
-            )
-            if weights is not None:
-                loss_mask[row : row + len(weights)] = weights
-            if until == document_end:
-                loss_mask[until - 1 - start] = 0.0
+            yield corpus, document, origin, position, until
             position, entry = until, entry + 1
-        return tokens, labels, loss_mask
+
+    def piece_ends(self, positions: Int64s) -> Int64s:
+        """Returns the stream positions at which the pieces of documents end that positions are in,
+        int64 `[positions]`."""
+        passed = np.zeros_like(positions)
+        if self.passes:
+            passed = (positions - self.offsets[0]) // self.tokens * self.tokens
+        entry = np.searchsorted(self.offsets, positions - passed, side="right")
+        ends: Int64s = self.offsets[entry] + passed
+        return ends
 
     def targets(self, positions: Int64s) -> int:
         """Counts the targets of tokens by their positions, int64 `[tokens]`: those that
@@ -465,36 +486,3 @@ def _split_candidates(corpus: TokenSource, prefix: str, split: str | None, which
             f"{counted(len(corpus.lengths), 'document')}; give it a larger share"
         )
     return candidates
-
-
-def _pieces(
-    documents: Int64s, lengths: Int64s, max_document_length: int | None
-) -> tuple[Int64s, Int64s, Int64s]:
-    """Returns document, first position and length of each piece, from all documents' lengths."""
-    whole = lengths[documents]
-    longest = int(whole.max()) if max_document_length is None else max_document_length
-    counts = -(-whole // longest)
-    first = expand_ranges(np.zeros_like(counts), counts) * longest
-    return (
-        np.repeat(documents, counts),
-        first,
-        np.minimum(np.repeat(whole, counts) - first, longest),
-    )
-
-
-def _shuffled_epochs(lengths: Int64s, wanted: int, seed: tuple[int, int]) -> Int64s:
-    """Returns the order of pieces in training: shuffled epochs of at least `wanted` tokens."""
-    per_epoch = int(lengths.sum())
-    passes = wanted / per_epoch
-    if passes * len(lengths) > _MOST_PIECES:
-        raise ValueError(
-            f"the run reads {wanted:.3g} tokens, each document {passes:.3g} times: lower "
-            "--train-iters (or --train-samples, --eval-iters), or give more text"
-        )
-    epochs: list[Any] = []
-    while len(epochs) * per_epoch < wanted:
-        generator = np.random.default_rng((*seed, len(epochs)))
-        epochs.append(generator.permutation(len(lengths)))
-    order = np.concatenate(epochs)
-    reached = np.cumsum(lengths[order])
-    return order[: int(np.searchsorted(reached, wanted)) + 1]

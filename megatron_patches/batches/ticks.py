@@ -33,7 +33,7 @@ from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
 from megatron_patches.batches.layouts import PipelineLayout
 from megatron_patches.batches.micro_batch import PAIRS, MicroBatch
 from megatron_patches.batches.plan_log import MemoryWarning, ToleranceWarning, balance_figures
-from megatron_patches.batches.planned import PlannedReader
+from megatron_patches.batches.planned import PlannedReader, PredictedTokens
 from megatron_patches.model.chained_keys import ChainedKeys
 from megatron_patches.model.core_attention import CoreAttentionRun
 
@@ -81,7 +81,8 @@ class RankRuntime:
         core_attention: runtime of the plans.
         shape: attention heads of a tensor-parallel rank, and what travels for keys and values.
         masks: masks of a model chunk's layers.
-        layer_groups: groups of a model chunk's layers whose backward passes run together.
+        layer_groups: groups of a model chunk's layers whose backward passes run together; behind
+            them those of layers that the last stage alone has.
         heads: ranks that share heads with this one, or None.
     """
 
@@ -92,11 +93,30 @@ class RankRuntime:
     layer_groups: tuple[LayerGroup, ...]
     heads: SharedHeads | None = None
 
+    @property
+    def layers(self) -> int:
+        """Number of a model chunk's layers that all stages have."""
+        behind = len(self.masks.pattern) - len(self.masks.of_all_stages.pattern)
+        return sum(len(group.layers) for group in self.layer_groups) - behind
+
     def program(
-        self, direction: Pass, nano_batches: int, at_home: bool, goes_back: bool = True
+        self,
+        direction: Pass,
+        nano_batches: int,
+        at_home: bool,
+        goes_back: bool = True,
+        ends: bool = True,
     ) -> Program:
-        """Returns the order of events of a tick: see `tick_program`."""
-        return _tick_program(direction, self.layer_groups, nano_batches, at_home, goes_back)
+        """Returns the order of events of a tick.
+
+        Args:
+            direction, nano_batches, at_home, goes_back: as for `tick_program`.
+            ends: whether the last stage runs the layers that it alone has.
+        """
+        groups = self.layer_groups
+        if not ends:
+            groups = tuple(group for group in groups if group.layers[0] < self.layers)
+        return _tick_program(direction, groups, nano_batches, at_home, goes_back)
 
     def global_batch(self, ticks: Iterator[TickInput]) -> Iterator[TickInput]:
         """Yields the ticks of a global batch, each of which may run until the next is taken.
@@ -143,16 +163,20 @@ class TickMaker:
         )
 
     def ticks(
-        self, counted: CountedGlobalBatch, figures: Mapping[str, float]
+        self,
+        counted: CountedGlobalBatch,
+        figures: Mapping[str, float],
+        predicted: PredictedTokens | None = None,
     ) -> Iterator[TickInput]:
         """Makes the inputs of a planned global batch's ticks.
 
         Args:
             counted: planned global batch.
             figures: figures of it, by their names on boards.
+            predicted: what layers of multi-token prediction predict in it, or None.
         """
         batch, runtime, layout = counted.batch, self.runtime, self.runtime.layout
-        micro_batches = _MicroBatches(self.reader, batch, layout.chunks)
+        micro_batches = _MicroBatches(self.reader, batch, layout.chunks, predicted)
         latents = runtime.shape.kv_rank is not None
         # Ticks may share plans. Their exchanges are built once: with `keep` the backward tick finds
         # there the inputs that the forward tick kept.
@@ -181,6 +205,7 @@ class TickMaker:
                     len(mine) // len(runtime.masks.masks),
                     self._at_home(mine),
                     goes_back,
+                    planned_tick.tick.ends_model(layout.chunks),
                 ),
                 micro_batch,
                 {phase: int(each[layout.server]) for phase, each in of_servers.items()},
@@ -217,10 +242,18 @@ class _MicroBatches:
         reader: reader of planned micro-batches.
         batch: planned global batch.
         chunks: number of model chunks.
+        predicted: what layers of multi-token prediction predict in it, or None.
     """
 
-    def __init__(self, reader: PlannedReader, batch: PlannedGlobalBatch, chunks: int) -> None:
+    def __init__(
+        self,
+        reader: PlannedReader,
+        batch: PlannedGlobalBatch,
+        chunks: int,
+        predicted: PredictedTokens | None,
+    ) -> None:
         self._reader, self._batch, self._chunks = reader, batch, chunks
+        self._predicted = predicted
         # Micro-batches that later model chunks still need; and keys of chains that are not
         # complete, by the chain's first micro-batch.
         self._unfinished: dict[int, MicroBatch] = {}
@@ -236,7 +269,7 @@ class _MicroBatches:
             if number == chain[-1]:
                 del self._keys[chain[0]]
             parts = self._reader.chain_parts(number, planned, of_chain)
-            unfinished[number] = self._reader.micro_batch(planned[number], parts)
+            unfinished[number] = self._reader.micro_batch(planned[number], parts, self._predicted)
         return unfinished.pop(number) if work.chunk == self._chunks - 1 else unfinished[number]
 
 
@@ -284,8 +317,9 @@ class PlannedIterator(Iterator[TickInput]):
 
     def _plan_all(
         self, sample: int, micro_batches_at: Callable[[int], int]
-    ) -> Iterator[tuple[CountedGlobalBatch, dict[str, float]]]:
-        """Yields the plans of all global batches from a sample on, and figures for the log."""
+    ) -> Iterator[tuple[CountedGlobalBatch, dict[str, float], PredictedTokens | None]]:
+        """Yields the plans of all global batches from a sample on, figures for the log, and what
+        layers of multi-token prediction predict."""
         reader, plan = self._maker.reader, self._process or self._maker.planner()
         warning = ToleranceWarning(reader.planner.config, self.runtime.layout.stage is None)
         too_large = MemoryWarning(reader.bound)
@@ -296,12 +330,13 @@ class PlannedIterator(Iterator[TickInput]):
             warning.check(counted.batch, sample)
             too_large.check(counted, sample)
             figures = balance_figures(counted, reader.plain_loads(sample, number))
-            yield counted, figures | {PAIRS: reader.million_pairs(documents, number)}
+            figures |= {PAIRS: reader.million_pairs(documents, number)}
+            yield counted, figures, reader.predicted(sample, number)
             sample += number * reader.layout.samples_per_micro_batch
 
     def _make_all(self) -> Iterator[TickInput]:
-        for counted, figures in self._plans:
-            yield from self._maker.ticks(counted, figures)
+        for planned in self._plans:
+            yield from self._maker.ticks(*planned)
 
     def __next__(self) -> TickInput:
         tick = next(self._ticks)

@@ -402,6 +402,9 @@ def masks_from_args(args: Namespace) -> LayerMasks:
 def masks_of_a_chunk(args: Namespace) -> LayerMasks:
     """Returns the masks of a model chunk's layers, which those of all chunks have.
 
+    Behind them are those of layers of multi-token prediction, which Megatron-LM numbers from 1, as
+    the model's.
+
     Raises:
         ValueError: layers of the same place in two chunks have different masks.
     """
@@ -417,4 +420,12 @@ def masks_of_a_chunk(args: Namespace) -> LayerMasks:
                 f"and need the same windows in each {layers} layers; choose pipeline sizes for "
                 "which the pattern repeats"
             )
-    return LayerMasks.of(pattern)
+    behind = [masks.of_layer(layer) for layer in range(args.mtp_num_layers or 0)]
+    if sizes.stages == 1 or not behind:
+        return LayerMasks.of([*pattern, *behind])
+    of_all, of_last = LayerMasks.of(pattern), LayerMasks.of(behind)
+    return LayerMasks(
+        of_all.masks + of_last.masks,
+        (*of_all.pattern, *(len(of_all.masks) + number for number in of_last.pattern)),
+        len(of_last.masks),
+    )

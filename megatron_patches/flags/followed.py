@@ -31,7 +31,8 @@ PASSED_ON = {
         mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim
         mup-attn-scale-power multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim
         qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim
-        fp32-residual-connection hidden-dropout attention-dropout spec
+        fp32-residual-connection hidden-dropout attention-dropout spec mtp-num-layers
+        mtp-loss-scaling-factor mtp-use-repeated-layer mtp-detach-heads
     """,
     "Initialization and random numbers": """
         seed data-parallel-random-init init-method-std embedding-init-method-std
@@ -194,9 +195,8 @@ WITHOUT_EFFECT = {
     "Refines context parallelism, which is refused": """
         hierarchical-context-parallel-sizes max-seqlen-per-dp-cp-rank cp-comm-type
     """,
-    "Refines multi-token prediction, which is refused": """
-        mtp-loss-scaling-factor mtp-use-repeated-layer mtp-hybrid-override-pattern mtp-standalone
-        mtp-detach-heads
+    "Refines layers of several kinds, which are refused": """
+        mtp-hybrid-override-pattern mtp-standalone
     """,
     "Refines CUDA graphs, which are refused": """
         cuda-graph-warmup-steps cuda-graph-scope cuda-graph-modules

@@ -117,7 +117,7 @@ RANGES = {
     Range(1, 2**30, whole=True): "seed",
     Range(1, 1_000_000, whole=True): "distributed-timeout-minutes",
     Range(1, 4096, whole=True): "distca-gpus-per-node",
-    Range(1, 1024, whole=True): "dist-ckpt-workers",
+    Range(1, 1024, whole=True): "dist-ckpt-workers mtp-num-layers",
     Range(0, 100, whole=True): "logging-level",
     # Of TCP.
     Range(1, 65_535, whole=True): "straggler-ctrlr-port",
@@ -132,7 +132,7 @@ RANGES = {
         end-weight-decay clip-grad init-method-std embedding-init-method-std norm-epsilon
         adam-eps moe-aux-loss-coeff moe-z-loss-coeff moe-paged-stash-buffer-size-factor-cpu
         moe-paged-stash-buffer-size-factor-cuda mscale mscale-all-dim fault-injector-fault-delay
-        fault-injector-offset-seconds fault-injector-fault-probabilities
+        fault-injector-offset-seconds mtp-loss-scaling-factor fault-injector-fault-probabilities
     """,
     Range(0, _LARGEST, above=True): """
         loss-scale initial-loss-scale min-loss-scale rope-scaling-factor rotary-scaling-factor

@@ -74,6 +74,22 @@ def linear_work(args: Namespace) -> LinearWork:
     )
 
 
+def _layer_groups(args: Namespace, layers: int) -> tuple[LayerGroup, ...]:
+    """Groups a model chunk's layers, and behind them those of multi-token prediction, which run one
+    by one.
+
+    Args:
+        args: Megatron-LM's arguments.
+        layers: number of the chunk's other layers.
+    """
+    recompute = args.recompute_granularity, args.recompute_method
+    last = layers + (args.mtp_num_layers or 0)
+    return layer_groups(layers, *recompute, args.recompute_num_layers) + tuple(
+        LayerGroup(range(number, number + 1), recompute == ("full", "uniform"))
+        for number in range(layers, last)
+    )
+
+
 @dataclass(frozen=True)
 class PlannerConfig:
     """What global batches are planned by, beside their documents.
@@ -113,12 +129,7 @@ class PlannerConfig:
             training=config.execution_options(sizes.chunks),
             masks=masks_of_a_chunk(args),
             linear_work=linear_work(args),
-            layer_groups=layer_groups(
-                args.num_layers // (sizes.stages * sizes.chunks),
-                args.recompute_granularity,
-                args.recompute_method,
-                args.recompute_num_layers,
-            ),
+            layer_groups=_layer_groups(args, args.num_layers // (sizes.stages * sizes.chunks)),
             sequence_shards=sizes.sequence_shards,
             head_parallel=sizes.head_parallel,
         )

@@ -47,7 +47,6 @@ REFUSED = (
     ),
     Refused("data that fill in the middle", "fim-data"),
     Refused("other micro-batches for evaluation", "eval-micro-batch-size=--micro-batch-size"),
-    Refused("multi-token prediction", "mtp-num-layers"),
     Refused("experts made of a dense model's layers", "moe-use-upcycling"),
     Refused(
         "experimental attention variants",

@@ -15,6 +15,7 @@ from megatron_patches.flags.data_checks import validate_data
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.flags.prediction import validate_prediction
 from megatron_patches.flags.refused import (
     REFUSED,
     REFUSED_BY_OUR_ATTENTION,
@@ -58,6 +59,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     _validate_rotation(args)
     BatchSizes.from_args(args).check_growth(args.train_samples)
     _validate_optimizer(args)
+    validate_prediction(config, args)
     validate_data(config, args)
     masks_from_args(args)
     if (config.enabled or args.transformer_impl == "local") and args.seq_length % BLOCK:

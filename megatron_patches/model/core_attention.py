@@ -22,6 +22,7 @@ from distca.runtime.shared_heads import SharedHeads
 from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
 from megatron_patches.model.mla_latents import LatentSource
+from megatron_patches.model.next_tokens import NextTokens
 from megatron_patches.model.unknown_arguments import refuse_uncomputed
 
 
@@ -75,6 +76,7 @@ class DocumentParams(PackedSeqParams):
         run: state of disaggregated core attention; None: attention on the rank itself.
         token_positions: position of each token in its document, int64 `[tokens]`, for layers that
             rotate keys themselves; None: they don't.
+        next_tokens: columns for layers of multi-token prediction; None: there are none.
     """
 
     documents_cu_seqlens: torch.Tensor | None = None
@@ -83,6 +85,7 @@ class DocumentParams(PackedSeqParams):
     chain_part: ChainPart | None = None
     run: CoreAttentionRun | None = None
     token_positions: torch.Tensor | None = None
+    next_tokens: NextTokens | None = None
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -41,9 +42,11 @@ from megatron_patches.model.latent_attention import (
     average_gradients_of_query_norms,
     rotate_layers_by_position_ids,
 )
+from megatron_patches.model.layers import transformer_layers
 from megatron_patches.model.mla_latents import send_latents
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
+from megatron_patches.model.token_prediction import predict_over_ranks
 
 CoreAttentionKind = Literal["disaggregated", "packed", "dense mask", "megatron"]
 
@@ -90,20 +93,22 @@ def build_model(
     """
     sizes = ModelSizes.from_args(args)
     kind = core_attention_kind(config.enabled, args.transformer_impl, args.attention_backend.name)
+    layers = _block_spec(
+        transformer,
+        args.transformer_impl,
+        vp_stage,
+        _core_attention(
+            kind,
+            masks_from_args(args),
+            (sizes.head_dim, sizes.v_head_dim),
+            transformer.multi_latent_attention,
+        ),
+        args.spec,
+    )
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=_block_spec(
-            transformer,
-            args.transformer_impl,
-            vp_stage,
-            _core_attention(
-                kind,
-                masks_from_args(args),
-                (sizes.head_dim, sizes.v_head_dim),
-                transformer.multi_latent_attention,
-            ),
-            args.spec,
-        ),
+        transformer_layer_spec=layers,
+        mtp_block_spec=_prediction_spec(transformer, args.transformer_impl, vp_stage, layers),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
@@ -133,7 +138,7 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
     if args.transformer_impl == "local":
         let_experts_add_biases(model)
     if config.enabled:
-        for layer in model.decoder.layers:
+        for layer in transformer_layers(model):
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
             layer.self_attention.checkpoint_core_attention = False
         if args.num_experts:
@@ -144,6 +149,7 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
             send_latents(model)
         if config.cuda_graphs:
             graph_layers(model, CudaGraphEngine())
+        predict_over_ranks(model)
         if config.ping_pong:
             run_layers_in_turn(model)
         if config.ping_pong or config.chain > 1:
@@ -235,6 +241,27 @@ def _block_spec(
     _adapt_layer(spec, transformer, uses_te, core_attention)
     number = get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=SequenceParallelNorm)
+
+
+def _prediction_spec(
+    transformer: TransformerConfig, layers: str, vp_stage: int | None, block: Any
+) -> Any | None:
+    """Returns the spec of a stage's layers of multi-token prediction; None: it has none.
+
+    Args:
+        transformer: Megatron's configuration of the model.
+        layers: local or transformer_engine.
+        vp_stage: number of the virtual stage, or None.
+        block: spec of the stage's other layers, the last of which these are like.
+    """
+    if not transformer.mtp_num_layers:
+        return None
+    uses_te = layers == "transformer_engine"
+    found = get_gpt_mtp_block_spec(transformer, block, uses_te, vp_stage)
+    for spec in () if found is None or uses_te else found.layer_specs:
+        for name in ("enorm", "hnorm", "layer_norm"):
+            setattr(spec.submodules, name, SequenceParallelNorm)
+    return found
 
 
 def _adapt_layer(

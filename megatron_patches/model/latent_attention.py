@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megatron_patches.flags.sizes import ModelSizes
+from megatron_patches.model.layers import transformer_layers
 from megatron_patches.model.rotary import split_rows
 
 
@@ -72,7 +73,7 @@ def rotate_layers_by_position_ids(model: GPTModel) -> None:
     that is recomputed finds them again.
     """
     rotaries = []
-    for layer in model.decoder.layers:
+    for layer in transformer_layers(model):
         layer.self_attention.rotary_pos_emb = LayerRotaryEmbedding(
             layer.self_attention.rotary_pos_emb
         )
@@ -106,7 +107,7 @@ def average_gradients_of_query_norms(model: GPTModel) -> None:
     """
     if model.config.sequence_parallel:
         return
-    for layer in model.decoder.layers:
+    for layer in transformer_layers(model):
         norm = getattr(layer.self_attention, "q_layernorm", None)
         for parameter in [] if norm is None else norm.parameters():
             parameter.average_gradients_across_tp_domain = True

@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch.nn import functional
 
+from megatron_patches.model.layers import transformer_layers
+
 
 class LatentSource:
     """Stands in for the forward pass of a layer's up-projection, and keeps what it expands.
@@ -77,7 +79,7 @@ class LatentSource:
 
 def send_latents(model: GPTModel) -> None:
     """Makes the layers of a GPT model hand their latents to core attention."""
-    for layer in model.decoder.layers:
+    for layer in transformer_layers(model):
         attention = layer.self_attention
         source = LatentSource(attention.linear_kv_up_proj, attention.config)
         attention.linear_kv_up_proj.forward = source.expand

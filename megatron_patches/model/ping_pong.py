@@ -32,6 +32,7 @@ from megatron.core.utils import make_viewless_tensor
 from distca.runtime import EventCursor
 from distca.schedule.program import LayerGroup, layer_groups
 from megatron_patches.model.core_attention import DocumentParams
+from megatron_patches.model.layers import prediction_layers
 from megatron_patches.model.rotary import split_rows
 from megatron_patches.model.thread_state import ThreadState
 from megatron_patches.model.unknown_arguments import refuse_unknown
@@ -124,6 +125,8 @@ def run_layers_in_turn(model: GPTModel) -> None:
         config.recompute_num_layers,
     )
     block.forward = partial(_forward, block, groups, block.forward)
+    for layer in prediction_layers(model):
+        layer.forward = partial(_forward_alone, layer, layer.forward)
 
 
 def _forward(
@@ -157,19 +160,96 @@ def _forward(
         plain,
         _PASSED_ON,
     )
-    passed = {name: value for name, value in others.items() if name in _PASSED_ON}
-    config, nano_batches = block.config, packed_seq_params.nano_batches
-    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    config, shards = block.config, _sequence_shards(block.config)
     hidden = hidden_states if block.pre_process else block.input_tensor
     assert hidden is not None
+    parts, run = _in_turn(hidden, packed_seq_params, rotary_pos_emb, shards, others)
+    random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
+    with random:
+        for group in groups:
+            run_group = partial(run, [block.layers[number] for number in group.layers])
+            if group.recomputed and block.training:
+                parts = tensor_parallel.checkpoint(
+                    run_group, config.distribute_saved_activations, *parts
+                )
+            else:
+                parts = run_group(*parts)
+    result = torch.cat(tuple(parts))
+    if block.final_layernorm is not None:
+        result = block.final_layernorm(result)
+    return make_viewless_tensor(inp=result, requires_grad=True, keep_graph=True)
+
+
+def _forward_alone(
+    layer: Any,
+    plain: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    rotary_pos_emb: torch.Tensor | None = None,
+    packed_seq_params: DocumentParams | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Does what megatron-core's `TransformerLayer.forward` does, for two nano-batches, of a layer
+    that no block of several runs.
+
+    Raises:
+        ValueError: the layer is given something that would be dropped.
+    """
+    if packed_seq_params is None or packed_seq_params.nano_batches is None:
+        return plain(  # type: ignore[no-any-return]
+            hidden_states=hidden_states,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **others,
+        )
+    refuse_unknown(
+        {"attention_mask": attention_mask, **others},
+        "--distca-ping-pong",
+        "give --no-distca-ping-pong",
+        plain,
+        _PASSED_ON,
+    )
+    shards = _sequence_shards(layer.config)
+    parts, run = _in_turn(hidden_states, packed_seq_params, rotary_pos_emb, shards, others)
+    return torch.cat(run([layer], *parts)), None
+
+
+def _sequence_shards(config: Any) -> int:
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def _in_turn(
+    hidden: torch.Tensor,
+    params: DocumentParams,
+    rotary_pos_emb: torch.Tensor | None,
+    shards: int,
+    others: dict[str, Any],
+) -> tuple[Sequence[torch.Tensor], Callable[..., tuple[torch.Tensor, ...]]]:
+    """Divides a micro-batch into its nano-batches.
+
+    Args:
+        hidden: rows of the micro-batch that this rank has.
+        params: description of the micro-batch.
+        rotary_pos_emb: angles of its rows, or None.
+        shards: tensor-parallel ranks that divide the rows among them.
+        others: further arguments, some of which each layer is given.
+
+    Returns:
+        The rows of each, and a function `(layers, *rows)` that runs some layers on all of them in
+        turn, and returns their rows.
+    """
+    nano_batches = params.nano_batches
+    assert nano_batches is not None
+    assert params.run is not None
+    passed = {name: value for name, value in others.items() if name in _PASSED_ON}
     sizes = [each.rows for each in nano_batches]
     parts = torch.split(hidden, [size // shards for size in sizes])
     angles: Sequence[torch.Tensor | None] = [None, None]
     if rotary_pos_emb is not None:
         angles = split_rows(rotary_pos_emb, sizes, shards)
-
-    assert packed_seq_params.run is not None
-    cursor = packed_seq_params.run.cursor
+    cursor = params.run.cursor
 
     def run(layers: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         coroutines = NanoBatchCoroutines(cursor)
@@ -181,20 +261,7 @@ def _forward(
         cursor.prefetch()
         return result
 
-    random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
-    with random:
-        for group in groups:
-            run_group = partial(run, [block.layers[number] for number in group.layers])
-            if group.recomputed and block.training:
-                parts = tensor_parallel.checkpoint(
-                    run_group, config.distribute_saved_activations, *parts
-                )
-            else:
-                parts = run_group(*parts)
-    result = torch.cat(parts)
-    if block.final_layernorm is not None:
-        result = block.final_layernorm(result)
-    return make_viewless_tensor(inp=result, requires_grad=True, keep_graph=True)
+    return parts, run
 
 
 def _run_layers(

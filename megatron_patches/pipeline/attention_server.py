@@ -94,6 +94,28 @@ def serve_tick(
         softmax_scale: factor of the scores.
         activation: tensor of the activations' type on their device.
     """
+    cursor = EventCursor(tick.exchanges, tick.program, runtime.masks)
+    serve_layers(runtime, cursor, 0, layer_numbers, softmax_scale, activation)
+
+
+@torch.no_grad()
+def serve_layers(
+    runtime: RankRuntime,
+    cursor: EventCursor,
+    first_layer: int,
+    layer_numbers: Sequence[int],
+    softmax_scale: float,
+    activation: torch.Tensor,
+) -> None:
+    """Does the next events of a program, in which this rank has no tokens of its own.
+
+    Args:
+        runtime: what this rank runs ticks with.
+        cursor: this rank's part of the tick's plans, and the next event.
+        first_layer: number of the first layer of a chunk, from 0, that is served; an event of an
+            earlier one is left to others.
+        layer_numbers, softmax_scale, activation: as for `serve_tick`.
+    """
     shape = runtime.shape
     q = activation.new_empty((0, shape.heads, shape.head_dim))
     k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
@@ -102,11 +124,9 @@ def serve_tick(
     if shape.kv_rank is not None:
         # A stage keeps its own tasks, so nothing comes here, and nothing is expanded.
         latents = SentLatents(activation.new_empty((0, shape.kv_rank)), shape.rotated_dim, None)
-    masks = runtime.masks
-    names = NANO_BATCHES if len(tick.exchanges) > len(masks.masks) else (None,)
-    cursor = EventCursor(tick.exchanges, tick.program, masks)
+    names = NANO_BATCHES if len(cursor.exchanges) > len(runtime.masks.masks) else (None,)
     calls: dict[int, AttentionCall] = {}
-    while (event := cursor.next_event) is not None:
+    while (event := cursor.next_event) is not None and event.layer >= first_layer:
         direction, step, nano_batch, layer = event
         cursor.take_turn(direction, step, nano_batch)
         if step == "dispatch":

@@ -44,6 +44,7 @@ class PlannedData:
         fused_rotary: as for `MicroBatch.to`.
         cuts_at_windows: as for `PlannedReader`.
         bound: bound of a training step's memory, with server pools, or None.
+        prediction_layers: as for `PlannedReader`.
     """
 
     planning: PlannerConfig
@@ -56,6 +57,7 @@ class PlannedData:
     fused_rotary: bool
     cuts_at_windows: bool = True
     bound: MemoryBound | None = None
+    prediction_layers: int = 0
 
     @staticmethod
     def start(
@@ -105,6 +107,9 @@ class PlannedData:
             fused_rotary=args.apply_rope_fusion,
             cuts_at_windows=not documents_cross_windows(config, args),
             bound=_memory_bound(config, args, planning, device),
+            prediction_layers=(args.mtp_num_layers or 0)
+            if servers.layout.stage == servers.layout.stages - 1
+            else 0,
         )
 
     def reader(self, stream: TokenStream, forward_only: bool) -> PlannedReader:
@@ -137,6 +142,7 @@ class PlannedData:
             planning.head_parallel,
             self.cuts_at_windows,
             bound,
+            self.prediction_layers,
         )
 
     def maker(self, stream: TokenStream, forward_only: bool) -> TickMaker:

@@ -27,7 +27,7 @@ from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickInput
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
-from megatron_patches.pipeline.attention_server import serve_tick
+from megatron_patches.pipeline.attention_server import serve_layers, serve_tick
 from megatron_patches.pipeline.data_iterators import unwrap
 from megatron_patches.pipeline.progress import Progress
 from megatron_patches.pipeline.tracing import Tracing
@@ -349,14 +349,25 @@ class _GlobalBatch:
 
     def _serve(self, tick_input: TickInput) -> None:
         """Takes part in every call of core attention that the working stages make."""
+        serve_tick(self._runtime, tick_input, *self._of_layers())
+
+    def _serve_last_stage(self, micro_batch: MicroBatch) -> None:
+        """Takes part in the calls of layers that the last stage alone has, if those are next."""
+        params, runtime = micro_batch.packed_seq_params, self._runtime
+        if not runtime.masks.of_last_stage or self._stage == self._layout.stages - 1:
+            return
+        assert params is not None
+        assert params.run is not None
+        serve_layers(runtime, params.run.cursor, runtime.layers, *self._of_layers())
+
+    def _of_layers(self) -> tuple[list[int], float, torch.Tensor]:
+        """Returns what it takes to serve: numbers of a chunk's layers, factor of the scores, and a
+        tensor of the activations' type."""
         modules = core_attention_modules(self._chunks[0])
-        serve_tick(
-            self._runtime,
-            tick_input,
-            [module.layer_number for module in modules],
-            modules[0].softmax_scale,
-            self._activation,
-        )
+        numbers = [module.layer_number for module in modules[: self._runtime.layers]]
+        behind = range(self._config.mtp_num_layers or 0)
+        numbers += [self._config.num_layers + 1 + number for number in behind]
+        return numbers, modules[0].softmax_scale, self._activation
 
     def _forward(self, work: Work, tick_input: TickInput) -> torch.Tensor:
         assert tick_input.micro_batch is not None
@@ -380,6 +391,7 @@ class _GlobalBatch:
             vp_stage=work.chunk if len(self._chunks) > 1 else None,
             is_last_stage=self._is_last(work, self._stage),
         )
+        self._serve_last_stage(tick_input.micro_batch)
         self._tokens += tokens
         if not asked.forward_only:
             self._awaiting_backward[work] = (input_tensor, output, tick_input.micro_batch)
@@ -388,6 +400,7 @@ class _GlobalBatch:
     def _backward(self, work: Work, tick_input: TickInput) -> torch.Tensor | None:
         input_tensor, output, micro_batch = self._awaiting_backward.pop(work)
         begin_pass(micro_batch, tick_input)
+        self._serve_last_stage(micro_batch)
         self._backward_passes_left[work.chunk] -= 1
         assert self._sync is not None
         with self._sync.backward(last_of_chunk=self._backward_passes_left[work.chunk] == 0):

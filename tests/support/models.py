@@ -153,9 +153,11 @@ def start_processes(args: Namespace) -> Any:
             pad_vocabulary(args)
             return processes
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     # Live ranks start several models, and an earlier one's scale has another shape.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossLoggingHelper.tracker = {}
     training.initialize(args)
     return processes
 

@@ -25,6 +25,9 @@ COUNTS_PAIRS = MEGATRON >= (0, 19)
 EVALUATES_BY_ITS_OWN_SIZE = MEGATRON >= (0, 18)
 """Whether the batches of an evaluation have a size of their own."""
 
+PREDICTS_TOKENS = MEGATRON >= (0, 19)
+"""Whether multi-token prediction is covered: its loss is a function of its own."""
+
 NAMES_VALIDATION_SETS = MEGATRON >= (0, 18)
 """Whether validation sets have names, and not numbers alone."""
 

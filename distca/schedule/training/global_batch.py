@@ -319,7 +319,9 @@ class GlobalBatchPlanner:
                 plans,
                 members,
                 tuple(
-                    tuple(self._with_mask(nano, mask) for nano in plans)
+                    plans
+                    if mask == self.masks.masks[0]
+                    else tuple(self._with_mask(nano, mask) for nano in plans)
                     for mask in self.masks.masks[1:]
                 ),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from distca.schedule.program import Pass
 from distca.schedule.training.global_batch import GlobalBatchPlanner
 from distca.schedule.training.memory_bound import MemoryBound
 from distca.schedule.training.planned_batch import CountedGlobalBatch, Documents
+from distca.schedule.training.tick_schedule import Tick
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class PlannerWithStats:
     def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
         """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
         shape, ranks = self.planner.config.shape, self.head_parallel
-        counts, peak = self.planner.masks.counts(), None
+        peak = None
         if self.bound is None:
             batch = self.planner.plan(incoming)
         else:
@@ -43,7 +45,7 @@ class PlannerWithStats:
         return CountedGlobalBatch(
             batch,
             tuple(
-                each.bytes_sent(self.calls[each.tick.direction], shape, self.backward, ranks)
+                each.bytes_sent(self._calls(each.tick), shape, self.backward, ranks)
                 for each in batch.ticks
             ),
             batch.largest_memory(shape, self.backward),
@@ -51,6 +53,7 @@ class PlannerWithStats:
                 count * plan.loads()
                 for tick, plans, _ in batch.ticks
                 if tick.direction == "forward"
+                for counts in (self._counts(tick),)
                 for plan, count in zip(
                     plans, np.repeat(counts, len(plans) // len(counts)), strict=True
                 )
@@ -59,3 +62,19 @@ class PlannerWithStats:
             sum(each.micro_batches for each in incoming),
             peak,
         )
+
+    def _calls(self, tick: Tick) -> Sequence[Mapping[Pass, int]]:
+        """Returns the calls of core attention in a tick with each mask, by pass."""
+        calls = self.calls[tick.direction]
+        of_all = len(self.planner.masks.of_all_stages.masks)
+        if tick.ends_model(self.planner.options.chunks) or of_all == len(calls):
+            return calls
+        return [*calls[:of_all], *(Counter[Pass]() for _ in calls[of_all:])]
+
+    def _counts(self, tick: Tick) -> Sequence[int]:
+        """Returns the layers with each mask that run in a tick."""
+        masks = self.planner.masks
+        counts, of_all = masks.counts(), len(masks.of_all_stages.masks)
+        if tick.ends_model(self.planner.options.chunks):
+            return counts
+        return [*counts[:of_all], *(0 for _ in counts[of_all:])]

@@ -5,6 +5,7 @@ Servers with less linear work take more of a tick's attention (`tick_speeds.py`)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,35 +67,39 @@ class TickPlanner:
             micro_batches: all micro-batches of the global batch.
             ticks: some or all of its ticks.
         """
-        together: dict[tuple[bool, tuple[int | None, ...]], tuple[tuple[Plan, ...], int]] = {}
+        together: dict[tuple[bool, bool, tuple[int | None, ...]], tuple[tuple[Plan, ...], int]] = {}
         planners = (*self.pool_planners, self)
         at_home = [AtHome(p.servers, p.world_size, p.config.cost_model) for p in planners]
         planned = []
         for tick in ticks:
             running = tuple(None if work is None else work.micro_batch for work in tick.work)
-            key = self._counts_head(tick), running
+            ends = tick.ends_model(self.chunks)
+            # Without these two, what the last stage has besides makes no difference.
+            key = (
+                ends and self.linear_work is not None,
+                ends and self.masks.of_last_stage > 0,
+                running,
+            )
             if key not in together:
                 stages = [None if number is None else micro_batches[number] for number in running]
-                together[key] = self._plans(stages, key[0], at_home), len(together)
+                together[key] = self._plans(stages, *key[:2], at_home), len(together)
             planned.append(PlannedTick(tick, *together[key]))
         return tuple(planned)
-
-    def _counts_head(self, tick: Tick) -> bool:
-        """Returns whether the last stage's output layer counts when attention is shared out."""
-        last = tick.work[-1]
-        return self.linear_work is not None and last is not None and last.chunk == self.chunks - 1
 
     def _plans(
         self,
         stages: Sequence[PlannedMicroBatch | None],
         counts_head: bool,
+        ends: bool,
         at_home: Sequence[AtHome],
     ) -> tuple[Plan, ...]:
         """Makes a tick's plans, with each mask in turn.
 
         Args:
             stages: micro-batch of each stage; None: the stage is idle.
-            counts_head: whether the last stage's output layer counts.
+            counts_head: whether the last stage's output layer counts when attention is shared out.
+            ends: whether the last stage also runs layers that it alone has. If not, what stands for
+                their plans is not run.
             at_home: what ranks compute if no task leaves its stage, of each server pool, and of
                 all ranks.
         """
@@ -104,6 +109,7 @@ class TickPlanner:
                 planner._plans(
                     [None if each is None else each.pools[number] for each in stages],
                     counts_head,
+                    ends,
                     [at_home[number]],
                 )
                 for number, planner in enumerate(self.pool_planners)
@@ -114,15 +120,17 @@ class TickPlanner:
                 for plans in zip(*of_pools, strict=True)
             )
         of_masks = [None if stage is None else (stage.plans, *stage.others) for stage in stages]
-        return tuple(
-            plan
-            for number in range(len(self.masks.masks))
-            for plan in self._plans_with_a_mask(
-                [None if each is None else each[number] for each in of_masks],
-                counts_head,
-                at_home[-1],
-            )
-        )
+        found: list[tuple[Plan, ...]] = []
+        of_all = len(self.masks.of_all_stages.masks)
+        for number in range(len(self.masks.masks)):
+            each = [None if plans is None else plans[number] for plans in of_masks]
+            if number >= of_all and not ends:
+                found.append(found[0])
+                continue
+            if number >= of_all:
+                each[:-1] = [None] * (len(each) - 1)
+            found.append(self._plans_with_a_mask(each, counts_head, at_home[-1]))
+        return tuple(itertools.chain.from_iterable(found))
 
     def _plans_with_a_mask(
         self, stages: Sequence[Sequence[NanoPlan] | None], counts_head: bool, at_home: AtHome

@@ -65,6 +65,15 @@ class Tick:
     direction: Pass
     work: tuple[Work | None, ...]
 
+    def ends_model(self, chunks: int) -> bool:
+        """Returns whether the last stage runs a micro-batch through the model's end.
+
+        Args:
+            chunks: model chunks of each stage.
+        """
+        last = self.work[-1]
+        return last is not None and last.chunk == chunks - 1
+
 
 @dataclass(frozen=True)
 class TickSchedule:

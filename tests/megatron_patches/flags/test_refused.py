@@ -81,7 +81,7 @@ def test_refused_flags_are_refused_by_name(table: tuple[Refused, ...]) -> None:
 @pytest.mark.parametrize(
     ("attribute", "distca", "own", "plain"),
     [
-        ("mtp_num_layers", True, True, True),
+        ("moe_use_upcycling", True, True, True),
         ("mock_data", True, True, True),
         ("log_max_attention_logit", True, True, False),
         ("optimizer_cuda_graph", True, False, False),

@@ -23,8 +23,8 @@ from support.arguments import parse
         ),
         ("5", "unrecognized arguments: 5"),
         (
-            "--mtp-num-layers 1",
-            "DistCA does not cover multi-token prediction: remove --mtp-num-layers 1",
+            "--freeze-all-layers",
+            "DistCA does not cover frozen layers: remove --freeze-all-layers",
         ),
     ],
 )
