@@ -44,9 +44,18 @@ REFUSED = (
     Refused(
         "other orders of data than one shuffled pass after the other",
         "dataloader-type=external|single",
+        "give single, which they are",
     ),
-    Refused("data that fill in the middle", "fim-data"),
-    Refused("other micro-batches for evaluation", "eval-micro-batch-size=--micro-batch-size"),
+    Refused(
+        "data that fill in the middle",
+        "fim-data",
+        "change the documents before they are prepared",
+    ),
+    Refused(
+        "other micro-batches for evaluation",
+        "eval-micro-batch-size=--micro-batch-size",
+        "--eval-global-batch-size may differ",
+    ),
     Refused("experts made of a dense model's layers", "moe-use-upcycling"),
     Refused(
         "experimental attention variants",
@@ -65,21 +74,41 @@ REFUSED = (
             yaml-cfg use-legacy-models qk-l2-norm use-kitchen-attention use-te-activation-func
             use-transformer-engine-op-fuser use-grouped-gemm-for-dense-mlp mla-down-proj-fusion
         """,
+        "--spec may name layers of your own",
     ),
-    Refused("layers for inference", "transformer-impl=local|transformer_engine cache-mla-latents"),
-    Refused("reinforcement learning", "perform-rl-step"),
+    Refused(
+        "layers for inference",
+        "transformer-impl=local|transformer_engine cache-mla-latents",
+        "--transformer-impl local and transformer_engine train",
+    ),
+    Refused(
+        "reinforcement learning",
+        "perform-rl-step",
+        "a trainer of your own can call our core attention (docs/own_loop.md)",
+    ),
     Refused("distillation", "logits-save-dir logits-load-dir"),
     Refused("models of Model Optimizer", "modelopt-enabled"),
     Refused("frozen layers", "freeze-all-layers"),
     Refused(
-        "checks that Megatron-LM's own forward step and loss make",
-        "check-for-spiky-loss rerun-mode=validate_results|disabled error-injection-rate",
+        "checks that Megatron-LM's own loss makes",
+        "check-for-spiky-loss",
+        "--check-for-large-grads checks gradients",
     ),
+    Refused(
+        "steps that are run twice to compare them",
+        "rerun-mode=validate_results|disabled",
+        "give validate_results, which runs those twice that fail",
+    ),
+    Refused("errors in the results of Megatron-LM's own checks", "error-injection-rate"),
 )
 
 # Where core attention is ours: with --distca, and in plain runs with the local layer spec.
 REFUSED_BY_OUR_ATTENTION = (
-    Refused("the largest attention logits", "qk-clip log-max-attention-logit"),
+    Refused(
+        "the largest attention logits",
+        "qk-clip log-max-attention-logit",
+        "--qk-layernorm bounds them",
+    ),
     Refused("the choice of attention's kernel", "flash-attention-version batch-invariant-mode"),
     Refused("determinism of attention's backward kernel", "deterministic-mode"),
 )
@@ -97,7 +126,11 @@ REFUSED_WITH_DISTCA = (
         "--distca-cuda-graphs is for what surrounds it",
     ),
     Refused("CUDA graphs of the optimizer", "optimizer-cuda-graph"),
-    Refused("Megatron's own attention, which it replaces", "attention-backend=auto|flash"),
+    Refused(
+        "Megatron's own attention, which it replaces",
+        "attention-backend=auto|flash",
+        "auto chooses the kernel of the device",
+    ),
     Refused(
         "pipeline stages of different numbers of layers, which must call core attention together",
         """
@@ -105,6 +138,7 @@ REFUSED_WITH_DISTCA = (
             decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
             account-for-loss-in-pipeline-split
         """,
+        "choose pipeline sizes that divide --num-layers",
     ),
     Refused(
         "weights that are gathered for each layer",
@@ -122,6 +156,8 @@ REFUSED_WITH_DISTCA = (
     Refused(
         "tokens that experts drop, which depend on the rank that has them",
         "moe-expert-capacity-factor",
+        "balance the experts, which then take all tokens, by --moe-router-enable-expert-bias or "
+        "--moe-aux-loss-coeff",
     ),
     Refused(
         "Megatron's overlap of experts' exchanges, which orders layers by itself",
@@ -137,9 +173,19 @@ REFUSED_WITH_DISTCA = (
     Refused(
         "recordings of layers, which run twice in a micro-batch",
         "save-dgrads-interval save-activations-interval",
+        "--save-wgrads-interval records the gradients of weights",
     ),
-    Refused("restarts within processes", "inprocess-restart"),
-    Refused("processes that exchange nothing", "fake-process-group lazy-mpu-init"),
+    Refused(
+        "restarts within processes",
+        "inprocess-restart",
+        "let the scheduler start the job again with --load: all ranks end when one fails",
+    ),
+    Refused(
+        "processes that exchange nothing",
+        "fake-process-group",
+        "`distca simulate` predicts a job's memory and times on one machine",
+    ),
+    Refused("groups of processes that are made later", "lazy-mpu-init"),
 )
 
 # Attributes that Megatron-LM makes of a flag, where they are named otherwise.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Action, ArgumentParser, Namespace
 
 import pytest
 
 from megatron_patches.flags import refused
+from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.followed import all_names, what_becomes_of
 from megatron_patches.flags.refused import Refused
 from support.arguments import check, parse
+from support.versions import MEGATRON
 
 TABLES = (refused.REFUSED, refused.REFUSED_BY_OUR_ATTENTION, refused.REFUSED_WITH_DISTCA)
 
@@ -49,6 +52,22 @@ def test_megatron_s_defaults_are_not_refused(megatrons: ArgumentParser) -> None:
     defaults.micro_batch_size = defaults.eval_micro_batch_size = 1
     for table in TABLES:
         refused.refuse(table, defaults)
+
+
+@pytest.mark.skipif(MEGATRON < (0, 19), reason="some are newer than this version")
+def test_what_to_do_instead_is_there(megatrons: ArgumentParser) -> None:
+    """Flags that a refusal names are the parser's, or ours, and not refused themselves."""
+    add_distca_arguments(megatrons)
+    options = {option for action in options_of(megatrons) for option in action.option_strings}
+    named = set()
+    for group in (group for table in TABLES for group in table):
+        found = set(re.findall(r"--[a-z][a-z0-9-]+", group.instead))
+        own = {f"--{name}" for name, _ in group.flags()}
+        assert found <= options, group
+        for flag in found - own:
+            assert what_becomes_of(flag) is None or what_becomes_of(flag)[0] == "passed on", group
+        named |= found
+    assert len(named) > 10
 
 
 def test_refused_flags_are_attributes_of_megatron_s_arguments(megatrons: ArgumentParser) -> None:
