@@ -38,6 +38,14 @@ def validate_prediction(config: DistcaConfig, args: Namespace) -> None:
             "document",
             "remove one of the two",
         ),
+        (
+            args.overlap_grad_reduce
+            and args.pipeline_model_parallel_size > 1
+            and not args.untie_embeddings_and_output_weights,
+            "--overlap-grad-reduce in a pipeline with tied embeddings, where Megatron-LM waits for "
+            "the gradient of an output layer that it does not use",
+            "add --untie-embeddings-and-output-weights, or remove --overlap-grad-reduce",
+        ),
         (args.spec is not None, "layers of --spec", "remove one of the two"),
         (
             config.documents.share_prefixes,

@@ -153,11 +153,9 @@ def start_processes(args: Namespace) -> Any:
             pad_vocabulary(args)
             return processes
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     # Live ranks start several models, and an earlier one's scale has another shape.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    MTPLossLoggingHelper.tracker = {}
     training.initialize(args)
     return processes
 
@@ -322,6 +320,9 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     first_layer = gpt.decoder.layers[0].layer_number - 1
     for name, parameter in gpt.named_parameters():
         if gpt.share_embeddings_and_output_weights and name == "output_layer.weight":
+            if hasattr(gpt, "embedding"):
+                # Of multi-token prediction: Megatron makes both, and uses the embedding's.
+                continue
             name = "embedding.word_embeddings.weight"
         name = re.sub(
             r"(?<=decoder\.layers\.)\d+", lambda number: str(int(number[0]) + first_layer), name

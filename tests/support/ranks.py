@@ -185,6 +185,10 @@ def forget_megatron() -> None:
     # It keeps a tensor of as many layers as the first model had.
     if (moe_logging := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
         moe_logging.destroy_moe_metrics_tracker()
+    # The same of layers of multi-token prediction.
+    predicting = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    if predicting is not None:
+        predicting.MTPLossLoggingHelper.tracker = {}
     # Megatron's models set these, and refuse others.
     for kind in ("FLASH", "FUSED", "UNFUSED"):
         os.environ.pop(f"NVTE_{kind}_ATTN", None)

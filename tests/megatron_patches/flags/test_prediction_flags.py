@@ -17,6 +17,11 @@ from support.versions import PREDICTS_TOKENS
     ("flags", "message"),
     [
         ("--attention-backend unfused", "takes a rank's tokens for one document: remove one of"),
+        (
+            "--pipeline-model-parallel-size 2 --overlap-grad-reduce",
+            "an output layer that it does not use: add --untie-embeddings-and-output-weights, or "
+            "remove --overlap-grad-reduce",
+        ),
         ("--distca --spec a b", "does not go together with layers of --spec: remove one of the"),
         (
             "--distca --recompute-granularity full --recompute-method uniform "
