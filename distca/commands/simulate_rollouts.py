@@ -24,6 +24,7 @@ from distca.commands.described import (
 )
 from distca.commands.simulate_report import RATES, charged_line
 from distca.commands.verdict import title_of
+from distca.plan.paths import LEAST_SHARED
 from distca.plan.span import Int64s
 from distca.progress import progress
 from distca.simulate import MEGATRON, Breakdown, Choice, Outcome, Workload, advise
@@ -37,6 +38,7 @@ from distca.simulate.rollouts import (
     least_memory,
     least_seconds,
     one_by_one,
+    shared,
     simulate_trees,
 )
 from distca.simulate.speed_up import SpeedUp
@@ -59,6 +61,10 @@ example:
 Rollouts one by one are packed in sequences and simulated as `distca simulate` does, in the best
 configuration of each system. Trees have no pipelines.
 """
+_NOTHING_SHARED = (
+    "Nothing is shared, and so nothing gained: each prompt has one response, or fewer than "
+    "{least:,} tokens (--least)."
+)
 _NUMBERS = {
     "prompt": "Tokens of a prompt, on average.",
     "responses": "Responses to each prompt.",
@@ -103,6 +109,14 @@ def build_parser() -> Parser:
         "equal. Default: 0.5.",
     )
     rollouts.add_argument(
+        "--least",
+        type=int,
+        default=LEAST_SHARED,
+        metavar="N",
+        help="Shorter prompts are not shared, as in training. Default: "
+        f"{LEAST_SHARED}, which --distca-share-prefixes has.",
+    )
+    rollouts.add_argument(
         "--batches", type=int, default=3, metavar="N", help="Global batches. Default: 3."
     )
     rollouts.add_argument(
@@ -138,7 +152,7 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     args = build_parser().parse(argv)
-    for name in (*_NUMBERS, "gpus", "batches"):
+    for name in (*_NUMBERS, "least", "gpus", "batches"):
         if getattr(args, name) < 1:
             raise ValueError(f"{flag_of(name)} {getattr(args, name)}: give at least 1")
     if args.seed < 0:
@@ -153,11 +167,12 @@ def main(argv: list[str]) -> int:
     workload = Workload(model_of(args), cluster, args.gpus, context, len(packed[0]), _TOLERANCE)
     if workload.model.experts is not None:
         raise ValueError("models with experts are not simulated on rollouts: give another --model")
-    rows = compare(batches, workload, packed, args.tensor_model_parallel_sizes, args.systems)
+    sizes = args.tensor_model_parallel_sizes
+    rows = compare(batches, workload, packed, sizes, args.systems, args.least)
     if args.json:
         sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     else:
-        sys.stdout.write(_report(rows, batches, workload) + "\n")
+        sys.stdout.write(_report(rows, batches, workload, args.least) + "\n")
     return 0
 
 
@@ -167,6 +182,7 @@ def compare(
     packed: Sequence[Sequence[Int64s]],
     tensor_sizes: Sequence[int],
     systems: Sequence[str] = SYSTEMS,
+    least: int = LEAST_SHARED,
 ) -> list[Row]:
     """Simulates trees over all ranks, whole trees on groups of ranks, and rollouts one by one.
 
@@ -176,6 +192,7 @@ def compare(
         packed: what `one_by_one` makes of the batches.
         tensor_sizes: sizes of tensor parallelism to try.
         systems: what computes rollouts one by one.
+        least: fewest tokens of a prompt that trees share.
 
     Returns:
         Trees in their best layouts, if any fits in memory, and then the systems that fit, the
@@ -191,13 +208,14 @@ def compare(
             f"{counted(workload.gpus, 'GPU')}, nodes of "
             f"{workload.cluster.gpus_per_node} and the model's heads: give another one, such as 1"
         )
+    of_trees = [shared(groups, least) for groups in batches]
     rows: list[Row] = []
     with progress("distca simulate", "layouts of trees", len(tried)) as shown:
         for title, some in (
             ("trees over all ranks (DistCA)", [e for e in tried if e.ranks_of_tree is None]),
             ("each tree on some ranks", [e for e in tried if e.ranks_of_tree is not None]),
         ):
-            row = _best_of_trees(title, some, batches, workload, shown.update)
+            row = _best_of_trees(title, some, of_trees, workload, shown.update)
             rows += [] if row is None else [row]
     with progress("distca simulate", doing="rollouts one by one, which takes minutes"):
         choices = advise(workload, packed, systems, tensor_sizes, [1, 2, 4, 8])
@@ -266,14 +284,16 @@ def _row_of(choice: Choice, batches: Sequence[Sequence[Group]], workload: Worklo
     )
 
 
-def _report(rows: Sequence[Row], batches: Sequence[Sequence[Group]], workload: Workload) -> str:
+def _report(
+    rows: Sequence[Row], batches: Sequence[Sequence[Group]], workload: Workload, least: int
+) -> str:
     apart = [row for row in rows if row.title.startswith("one by one")]
     trees = [row for row in rows if not row.title.startswith("one by one")]
     tokens = [sum(sum(group.rollouts) for group in groups) for groups in batches]
-    held = sum(sum(group.tokens for group in groups) for groups in batches)
+    held = sum(sum(tree.tokens for tree in shared(groups, least)) for groups in batches)
     cluster, mean = workload.cluster, sum(tokens) / len(tokens)
     lines = [
-        _answer(trees, apart),
+        _answer(trees, apart) if held < sum(tokens) else _NOTHING_SHARED.format(least=least),
         f"{counted(workload.gpus, 'GPU')} of {cluster.name}, {len(batches[0])} prompts with "
         f"{len(batches[0][0].responses)} responses each, {mean:,.0f} tokens one by one, "
         f"{held / len(batches):,.0f} as trees,\n{len(batches)} batch(es); simulated, not measured",

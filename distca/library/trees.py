@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from distca.library.documents import check_integer, check_tokens, check_weights
-from distca.plan import BLOCK
+from distca.plan.paths import LEAST_SHARED
 from distca.plan.span import Int64s
 
 _MOST = 2**63 - 1
@@ -167,7 +167,7 @@ def _tree_of(
 
 
 def share_prefixes(
-    rollouts: Sequence[Rollout], least: int = BLOCK, first: int = 0
+    rollouts: Sequence[Rollout], least: int = LEAST_SHARED, first: int = 0
 ) -> tuple[Tree, ...]:
     """Finds the tokens that rollouts share at their beginnings, by exact comparison.
 

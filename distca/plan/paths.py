@@ -16,6 +16,9 @@ import numpy as np
 
 from distca.plan.span import Bools, Int64s
 
+LEAST_SHARED = 128
+"""Fewest first tokens that documents share by default: fewer are computed once for each."""
+
 
 @dataclass(frozen=True)
 class Paths:

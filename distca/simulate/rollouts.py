@@ -53,7 +53,7 @@ class Group:
 
     Attributes:
         prompt: tokens of the prompt.
-        responses: tokens of each response.
+        responses: tokens of each response; none: the prompt is a rollout by itself.
     """
 
     prompt: int
@@ -67,7 +67,7 @@ class Group:
     @property
     def rollouts(self) -> list[int]:
         """Tokens of each rollout."""
-        return [self.prompt + each for each in self.responses]
+        return [self.prompt + each for each in self.responses or (0,)]
 
 
 def draw_groups(
@@ -112,6 +112,21 @@ def draw_groups(
         Group(each, tuple(answers[n * responses : (n + 1) * responses]))
         for n, each in enumerate(prompts)
     ]
+
+
+def shared(groups: Sequence[Group], least: int) -> list[Group]:
+    """Returns what trees have of groups: a prompt that is too short is not shared, so that its
+    rollouts are groups of their own.
+
+    Args:
+        groups: groups of a global batch.
+        least: fewest tokens of a prompt that is shared.
+    """
+    found = []
+    for group in groups:
+        alone = [Group(each, ()) for each in group.rollouts]
+        found += [group] if group.prompt >= least else alone
+    return found
 
 
 def one_by_one(batches: Sequence[Sequence[Group]], gpus: int) -> tuple[int, list[list[Int64s]]]:

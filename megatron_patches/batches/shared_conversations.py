@@ -23,8 +23,7 @@ import torch
 from distca.documents.conversations import Conversations
 from distca.documents.document_list import TokenSource
 from distca.library import Rollout, Tree, share_prefixes
-from distca.plan import BLOCK
-from distca.plan.paths import Paths
+from distca.plan.paths import LEAST_SHARED, Paths
 from distca.plan.span import Floats, Int64s
 
 
@@ -60,7 +59,7 @@ class SharedConversations(TokenSource):
         least: fewest tokens that are worth a node of their own.
     """
 
-    def __init__(self, conversations: Conversations, most: int, least: int = BLOCK) -> None:
+    def __init__(self, conversations: Conversations, most: int, least: int = LEAST_SHARED) -> None:
         self._conversations = conversations
         rollouts = [
             Rollout(

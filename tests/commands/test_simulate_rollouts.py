@@ -35,6 +35,18 @@ def test_it_says_what_sharing_gains(capsys) -> None:
     assert gain > 2
 
 
+def test_short_prompts_are_not_shared(capsys) -> None:
+    flags = [*FLAGS, "--prompt", "127", "--spread", "0", "--batches", "1", "--systems", "plain"]
+    assert main(["simulate", "rollouts", *flags]) == 0
+    first, sizes, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Nothing is shared, and so nothing gained: ")
+    assert "73,664 tokens one by one, 73,664 as trees" in sizes
+    assert main(["simulate", "rollouts", *flags, "--least", "127"]) == 0
+    first, sizes, *_ = capsys.readouterr().out.splitlines()
+    assert "hare prompts: " in first
+    assert "73,664 tokens one by one, 66,552 as trees" in sizes
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -48,6 +60,7 @@ def test_it_says_what_sharing_gains(capsys) -> None:
         (["--gpus", "1000000000"], "--gpus 1000000000: give at most 65536"),
         (["--prompt", "1000000000000"], "rollouts have more than 134,217,728 tokens"),
         (["--groups", "1000000000"], "8,000,000,000 rollouts: give at most 1,048,576"),
+        (["--least", "0"], "--least 0: give at least 1"),
         (["--seed", "-1"], "--seed -1 must not be negative"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
     ],

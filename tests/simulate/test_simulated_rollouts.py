@@ -10,6 +10,7 @@ import pytest
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
 from distca.plan import validate_plan
+from distca.plan.paths import LEAST_SHARED
 from distca.schedule import ScheduleConfig
 from distca.simulate import Workload, advise
 from distca.simulate.cluster import CLUSTERS
@@ -22,6 +23,7 @@ from distca.simulate.rollouts import (
     least_memory,
     least_seconds,
     one_by_one,
+    shared,
     simulate_trees,
 )
 
@@ -75,6 +77,32 @@ def test_rollouts_one_by_one_fill_sequences() -> None:
     # One rollout is a sequence.
     context, packed = one_by_one([[Group(100, (5,))]], 8)
     assert [each.sum() for each in packed[0]] == [context] == [512]
+
+
+def test_as_many_tokens_are_shared_as_in_training() -> None:
+    """Prompts of fewer tokens than `share_prefixes` and --distca-share-prefixes take are not."""
+    torch = pytest.importorskip("torch")
+    from distca.library import Rollout, share_prefixes
+
+    groups = [Group(127, (9, 40)), Group(128, (9, 40)), Group(1, (3,) * 8), Group(300, (7,))]
+    fresh, rollouts = iter(range(10**6)), []
+    for group in groups:
+        prompt = [next(fresh) for _ in range(group.prompt)]
+        for response in group.responses:
+            tokens = [*prompt, *(next(fresh) for _ in range(response))]
+            rollouts.append(Rollout(torch.tensor(tokens)))
+    for least in (LEAST_SHARED, 1, 200):
+        trees = share_prefixes(rollouts, least)
+        found = shared(groups, least)
+        assert sorted(each.tokens for each in found) == sorted(each.tokens for each in trees)
+        lengths = [length for each in found for length in each.rollouts]
+        assert lengths == [len(each.tokens) for each in rollouts]
+    assert len(share_prefixes(rollouts)) == len(shared(groups, LEAST_SHARED)) == 12
+    alone = shared([Group(1, (3,) * 8)] * 3, LEAST_SHARED)
+    expected = simulate_trees([Group(2, (2,))] * 24, job(8), TreeLayout(1, 2))
+    assert simulate_trees(alone, job(8), TreeLayout(1, 2)).seconds == pytest.approx(
+        expected.seconds, rel=1e-3
+    )
 
 
 def test_sharing_nothing_gains_nothing() -> None:
