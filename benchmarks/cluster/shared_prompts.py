@@ -60,7 +60,8 @@ def _job(
 def simulate(size: tuple[int, int, int], gpus: int, systems: Sequence[str]) -> list[Row]:
     """Simulates a global batch in all ways."""
     batches, workload, packed = _job(size, gpus)
-    return compare(batches, workload, packed, TENSOR_SIZES, systems)
+    rows, _ = compare(batches, workload, packed, TENSOR_SIZES, systems)
+    return rows
 
 
 def line(size: tuple[int, int, int], gpus: int, rows: Sequence[Row]) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distca.commands.command_line import Parser, unknown
 from distca.cost.model_config import CONFIG, read_model_size
@@ -21,6 +21,7 @@ RUNAHEAD = "runahead"
 """Strategy of prefills by which keys travel down a chain of ranks (KV-Runahead)."""
 
 Group = argparse._ArgumentGroup
+Value = TypeVar("Value")
 _SIZES = {
     "layers": "Transformer layers.",
     "hidden_size": "Width of the model.",
@@ -65,6 +66,11 @@ _CHARGES = {
 }
 _MOST_GPUS = 65536
 """Most GPUs that are simulated."""
+
+
+def once(values: Sequence[Value]) -> list[Value]:
+    """Returns the values of a flag without those that were given before, in their order."""
+    return list(dict.fromkeys(values))
 
 
 def add_model_flags(parser: Parser, training: bool = False) -> Group:

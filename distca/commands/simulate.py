@@ -30,6 +30,7 @@ from distca.commands.described import (
     cluster_of,
     flag_of,
     model_of,
+    once,
 )
 from distca.commands.html_page import add_flag, write_page
 from distca.commands.simulate_page import page_of
@@ -263,6 +264,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
     for name in ("tensor_model_parallel_sizes", "pipeline_model_parallel_sizes"):
         if min(getattr(args, name)) < 1:
             raise ValueError(f"{flag_of(name)}: every size must be at least 1")
+        setattr(args, name, once(getattr(args, name)))
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
     if args.tolerance is not None and not 0 <= args.tolerance < 1:
@@ -271,7 +273,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
             "0 to below 1, such as 0.05"
         )
     check_tokens(args.sequences * args.context)
-    args.systems = args.systems or _systems()
+    args.systems = once(args.systems or _systems())
     _check_outputs(args)
     of_distca = [given[name] for name in _OF_DISTCA if name in given]
     if of_distca and not set(DISTCA_SYSTEMS) & set(args.systems):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from distca.commands.command_line import Parser
@@ -21,9 +21,10 @@ from distca.commands.described import (
     cluster_of,
     flag_of,
     model_of,
+    once,
 )
-from distca.commands.simulate_report import RATES, charged_line
-from distca.commands.verdict import title_of
+from distca.commands.simulate_report import RATES, charged_line, why_not
+from distca.commands.verdict import TITLES, title_of
 from distca.plan.paths import LEAST_SHARED
 from distca.plan.span import Int64s
 from distca.progress import progress
@@ -61,6 +62,10 @@ example:
 Rollouts one by one are packed in sequences and simulated as `distca simulate` does, in the best
 configuration of each system. Trees have no pipelines.
 """
+_APART = "one by one: "
+_FULL = 0.9
+"""Part of sequences that rollouts fill, from which on their time is taken to grow with tokens."""
+_MOVED = ("exchanges", "collectives", "interference")
 _NOTHING_SHARED = (
     "Nothing is shared, and so nothing gained: each prompt has one response, or fewer than "
     "{least:,} tokens (--least)."
@@ -167,12 +172,18 @@ def main(argv: list[str]) -> int:
     workload = Workload(model_of(args), cluster, args.gpus, context, len(packed[0]), _TOLERANCE)
     if workload.model.experts is not None:
         raise ValueError("models with experts are not simulated on rollouts: give another --model")
-    sizes = args.tensor_model_parallel_sizes
-    rows = compare(batches, workload, packed, sizes, args.systems, args.least)
+    sizes, systems = once(args.tensor_model_parallel_sizes), once(args.systems)
+    rows, unfit = compare(batches, workload, packed, sizes, systems, args.least)
+    if not rows:
+        raise ValueError(
+            f"nothing fits in the {cluster.usable_bytes / 1e9:g} GB that training may fill of a "
+            f"GPU, neither trees nor rollouts one by one ({', '.join(systems)}): use more GPUs"
+        )
     if args.json:
-        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        found = _as_json(rows, unfit, batches, args.least)
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        sys.stdout.write(_report(rows, batches, workload, args.least) + "\n")
+        sys.stdout.write(_report(rows, unfit, batches, workload, args.least) + "\n")
     return 0
 
 
@@ -183,7 +194,7 @@ def compare(
     tensor_sizes: Sequence[int],
     systems: Sequence[str] = SYSTEMS,
     least: int = LEAST_SHARED,
-) -> list[Row]:
+) -> tuple[list[Row], dict[str, str]]:
     """Simulates trees over all ranks, whole trees on groups of ranks, and rollouts one by one.
 
     Args:
@@ -196,7 +207,8 @@ def compare(
 
     Returns:
         Trees in their best layouts, if any fits in memory, and then the systems that fit, the
-        fastest first.
+        fastest first; and why others don't, by their titles. Systems that come down to the same,
+        such as plain Megatron, are one row.
 
     Raises:
         ValueError: no size of tensor parallelism divides the GPUs, a node and the heads.
@@ -210,17 +222,31 @@ def compare(
         )
     of_trees = [shared(groups, least) for groups in batches]
     rows: list[Row] = []
+    unfit: dict[str, str] = {}
     with progress("distca simulate", "layouts of trees", len(tried)) as shown:
         for title, some in (
             ("trees over all ranks (DistCA)", [e for e in tried if e.ranks_of_tree is None]),
             ("each tree on some ranks", [e for e in tried if e.ranks_of_tree is not None]),
         ):
             row = _best_of_trees(title, some, of_trees, workload, shown.update)
-            rows += [] if row is None else [row]
+            if row is not None:
+                rows.append(row)
+            elif some:
+                unfit[title] = f"out of memory in all {counted(len(some), 'layout')}"
+            else:
+                unfit[title] = "no layout divides the job"
     with progress("distca simulate", doing="rollouts one by one, which takes minutes"):
         choices = advise(workload, packed, systems, tensor_sizes, [1, 2, 4, 8])
+    unfit |= {
+        f"{_APART}{TITLES[choice.system]}": why_not(choice, workload)
+        for choice in choices
+        if choice.candidate is None
+    }
     apart = [_row_of(choice, batches, workload) for choice in choices if choice.candidate]
-    return rows + sorted(apart, key=lambda row: sum(row.seconds))
+    fastest: dict[str, Row] = {}
+    for row in sorted(apart, key=lambda row: sum(row.seconds)):
+        fastest.setdefault(row.title, row)
+    return [*rows, *fastest.values()], unfit
 
 
 def _best_of_trees(
@@ -272,11 +298,14 @@ def _best_of_trees(
 
 
 def _row_of(choice: Choice, batches: Sequence[Sequence[Group]], workload: Workload) -> Row:
-    """Returns a system's row, whose sequences have somewhat more tokens than the rollouts."""
+    """Returns a system's row, whose sequences have somewhat more tokens than the rollouts: these
+    take less time in proportion."""
     packed = workload.sequences * workload.context
     shares = [sum(sum(group.rollouts) for group in groups) / packed for groups in batches]
+    # Of fewer rollouts, launches and the longest ones take the time, which no filler adds to.
+    shares = [each if each >= _FULL else 1.0 for each in shares]
     return Row(
-        f"one by one: {title_of(choice)}",
+        f"{_APART}{title_of(choice)}",
         str(choice.candidate),
         tuple(each * s for each, s in zip(choice.seconds_of_batches, shares, strict=True)),
         choice.memory_gb,
@@ -284,29 +313,65 @@ def _row_of(choice: Choice, batches: Sequence[Sequence[Group]], workload: Worklo
     )
 
 
+def _tokens(batches: Sequence[Sequence[Group]], least: int) -> tuple[list[int], list[int]]:
+    """Returns the tokens of each batch one by one, and as trees."""
+    held = [sum(tree.tokens for tree in shared(groups, least)) for groups in batches]
+    return [sum(sum(group.rollouts) for group in groups) for groups in batches], held
+
+
+def _as_json(
+    rows: Sequence[Row],
+    unfit: Mapping[str, str],
+    batches: Sequence[Sequence[Group]],
+    least: int,
+) -> list[dict[str, object]]:
+    tokens, held = _tokens(batches, least)
+    found: list[dict[str, object]] = []
+    for row in rows:
+        over = asdict(SpeedUp.of(rows[0].seconds, row.seconds)).items()
+        more = {
+            "why_not": None,
+            "tokens_one_by_one": tokens,
+            "tokens_as_trees": held,
+            "tokens_per_second": sum(tokens) / sum(row.seconds),
+            # JSON has no NaN.
+            "first_row_over_it": {name: None if each != each else each for name, each in over},
+        }
+        found.append(asdict(row) | more)
+    found += [{"title": title, "seconds": None, "why_not": unfit[title]} for title in unfit]
+    return found
+
+
 def _report(
-    rows: Sequence[Row], batches: Sequence[Sequence[Group]], workload: Workload, least: int
+    rows: Sequence[Row],
+    unfit: Mapping[str, str],
+    batches: Sequence[Sequence[Group]],
+    workload: Workload,
+    least: int,
 ) -> str:
-    apart = [row for row in rows if row.title.startswith("one by one")]
-    trees = [row for row in rows if not row.title.startswith("one by one")]
-    tokens = [sum(sum(group.rollouts) for group in groups) for groups in batches]
-    held = sum(sum(tree.tokens for tree in shared(groups, least)) for groups in batches)
+    apart = [row for row in rows if row.title.startswith(_APART)]
+    trees = [row for row in rows if not row.title.startswith(_APART)]
+    tokens, of_trees = _tokens(batches, least)
+    held = sum(of_trees)
     cluster, mean = workload.cluster, sum(tokens) / len(tokens)
     lines = [
         _answer(trees, apart) if held < sum(tokens) else _NOTHING_SHARED.format(least=least),
-        f"{counted(workload.gpus, 'GPU')} of {cluster.name}, {len(batches[0])} prompts with "
-        f"{len(batches[0][0].responses)} responses each, {mean:,.0f} tokens one by one, "
+        f"{counted(workload.gpus, 'GPU')} of {cluster.name}, "
+        f"{counted(len(batches[0]), 'prompt')} with "
+        f"{counted(len(batches[0][0].responses), 'response')} each, {mean:,.0f} tokens one by one, "
         f"{held / len(batches):,.0f} as trees,\n{len(batches)} batch(es); simulated, not measured",
         f"{'':48}{'tokens/s':>12}{'s':>9}{'GB a GPU':>10}{'idle':>7}  "
         f"{'first row over it':24}configuration",
     ]
     for row in rows:
         over = "" if row is rows[0] else str(SpeedUp.of(rows[0].seconds, row.seconds))
+        each = _seconds(sum(row.seconds) / len(row.seconds))
         lines.append(
-            f"{row.title:48}{sum(tokens) / sum(row.seconds):>12,.0f}"
-            f"{sum(row.seconds) / len(row.seconds):>9.3f}{row.memory_gb:>10.1f}{row.idle:>7.1%}  "
+            f"{row.title:48}{sum(tokens) / sum(row.seconds):>12,.0f}{each:>9}"
+            f"{row.memory_gb:>10.1f}{row.idle:>7.1%}  "
             f"{over:24}{row.configuration}"
         )
+    lines += [f"{title:48}{reason}" for title, reason in unfit.items()]
     for row in trees:
         assert row.parts is not None
         lines.append(f"{row.title}: {spent(row.parts)}")
@@ -320,15 +385,19 @@ def _report(
     return "\n".join(lines)
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}" if seconds >= 0.1 else f"{seconds:.2g}"
+
+
 def spent(parts: Breakdown) -> str:
     """Says what an iteration's time is spent on."""
-    moved = parts.exchanges + parts.collectives + parts.interference
+    shown = parts.as_shown()
     shares = {
-        "linear layers": parts.linear,
-        "core attention": parts.attention,
-        "communication that nothing hides": moved,
-        "copies and launches": parts.copies + parts.launches,
-        "waiting": parts.waiting,
+        "linear layers": shown["linear"],
+        "core attention": shown["attention"],
+        "communication that nothing hides": sum(shown[name] for name in _MOVED),
+        "copies and launches": shown["copies"] + shown["launches"],
+        "waiting": shown["waiting"],
     }
     return ", ".join(f"{each / parts.seconds:.1%} {name}" for name, each in shares.items())
 
@@ -340,7 +409,7 @@ def _answer(trees: Sequence[Row], apart: Sequence[Row]) -> str:
         return "Share prompts: one by one no layout of these systems divides the job and fits."
     ours, *others = sorted(trees, key=lambda row: sum(row.seconds))
     gain = SpeedUp.of(ours.seconds, apart[0].seconds)
-    best = apart[0].title.removeprefix("one by one: ")
+    best = apart[0].title.removeprefix(_APART)
     if gain.mean < 1 or gain.faster is False:
         return f"Don't share prompts: {gain} times as fast as rollouts one by one with {best}."
     answer = f"Share prompts: {gain} times as fast as rollouts one by one with the fastest, {best}"

@@ -22,6 +22,13 @@ def test_it_says_what_sharing_gains(capsys) -> None:
     assert any(line.startswith("trees over all ranks (DistCA)") for line in table)
     assert main(["simulate", "rollouts", *FLAGS, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
+    one_by_one, as_trees = (rows[0][f"tokens_{way}"] for way in ("one_by_one", "as_trees"))
+    assert f" {sum(one_by_one) / 2:,.0f} tokens one by one, {sum(as_trees) / 2:,.0f} as" in table[0]
+    for row in rows:
+        assert f"{row['tokens_per_second']:,.0f} " in "\n".join(table)
+        assert row["tokens_per_second"] * sum(row["seconds"]) == pytest.approx(sum(one_by_one))
+        over = row["first_row_over_it"]["mean"]
+        assert over == pytest.approx(sum(row["seconds"]) / sum(rows[0]["seconds"]))
     # Parts of an iteration add up to it.
     for row in rows[:2]:
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"][0], rel=1e-6)
@@ -45,6 +52,67 @@ def test_short_prompts_are_not_shared(capsys) -> None:
     first, sizes, *_ = capsys.readouterr().out.splitlines()
     assert "hare prompts: " in first
     assert "73,664 tokens one by one, 66,552 as trees" in sizes
+
+
+def test_what_does_not_fit_says_why(capsys) -> None:
+    """Sizes and systems that are given twice count once."""
+    flags = [*FLAGS, "--memory-gb", "30", "--batches", "1", "--gpus", "8"]
+    flags += [
+        "--systems",
+        "cp-a2a+p2p",
+        "plain",
+        "plain",
+        "--tensor-model-parallel-sizes",
+        "8",
+        "8",
+    ]
+    assert main(["simulate", "rollouts", *flags]) == 0
+    table = capsys.readouterr().out.splitlines()
+    for title, reason in (
+        ("one by one: context parallel, a2a+p2p", "no valid layout divides"),
+        ("each tree on some ranks", "no layout divides the job"),
+    ):
+        assert f"{title:48}{reason}" in table
+    assert sum(line.startswith("one by one: plain Megatron") for line in table) == 1
+    assert main(["simulate", "rollouts", *flags, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["seconds"] is None for row in rows] == [False, False, True, True]
+    assert rows[3]["why_not"] == "no valid layout divides"
+    # Memory that nothing fits in.
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "rollouts", *flags, "--memory-gb", "5", "--json"])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "neither trees nor rollouts one by one (cp-a2a+p2p, plain): use more GPUs" in said.err
+
+
+def test_a_tiny_job_pays_launches_in_all_systems(capsys) -> None:
+    """Sequences are mostly filler there, and launches do not become fewer with tokens."""
+    sizes = "--prompt 1 --responses 1 --response 1 --groups 1 --spread 0 --batches 1 --gpus 7"
+    systems = "--systems plain cp-p2p cp-a2a"
+    assert main(["simulate", "rollouts", *FLAGS, *sizes.split(), *systems.split()]) == 0
+    out = capsys.readouterr().out
+    assert ", 1 prompt with 1 response each, 2 tokens one by one" in out
+    assert "-0.0%" not in out
+    assert out.count("one by one: plain Megatron") == 1
+    assert main(["simulate", "rollouts", *FLAGS, *sizes.split(), "--json"]) == 0
+    trees, plain = json.loads(capsys.readouterr().out)[:2]
+    launches = trees["parts"]["launches"]
+    assert plain["seconds"][0] > launches > 0.1 * trees["seconds"][0]
+
+
+def test_sizes_that_are_given_twice_count_once_elsewhere(capsys) -> None:
+    job = "--context 8192 --sequences 4 --model llama-3.2-1b --cluster dgx-h200 --gpus 8 --json"
+    flags = ["simulate", *job.split(), "--distribution", "pretrain", "--batches", "2"]
+    said = []
+    for times in (1, 2):
+        search = [["--systems", "plain", "tiles"], ["--tensor-model-parallel-sizes", "8"]]
+        search += [["--pipeline-model-parallel-sizes", "1"]]
+        given = [word for name, *values in search for word in (name, *values * times)]
+        assert main([*flags, *given]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
