@@ -65,6 +65,8 @@ configuration of each system. Trees have no pipelines.
 _APART = "one by one: "
 _FULL = 0.9
 """Part of sequences that rollouts fill, from which on their time is taken to grow with tokens."""
+_MANY = 2000
+"""Rollouts of a batch whose simulation takes long: 8,000 took more than five minutes."""
 _MOVED = ("exchanges", "collectives", "interference")
 _NOTHING_SHARED = (
     "Nothing is shared, and so nothing gained: each prompt has one response, or fewer than "
@@ -173,6 +175,12 @@ def main(argv: list[str]) -> int:
     if workload.model.experts is not None:
         raise ValueError("models with experts are not simulated on rollouts: give another --model")
     sizes, systems = once(args.tensor_model_parallel_sizes), once(args.systems)
+    rollouts = args.groups * args.responses
+    if rollouts > _MANY:
+        sys.stderr.write(
+            f"distca simulate rollouts: {rollouts:,} rollouts in a batch take many minutes to "
+            "simulate: fewer --groups or --tensor-model-parallel-sizes take less\n"
+        )
     rows, unfit = compare(batches, workload, packed, sizes, systems, args.least)
     if not rows:
         raise ValueError(
@@ -223,7 +231,8 @@ def compare(
     of_trees = [shared(groups, least) for groups in batches]
     rows: list[Row] = []
     unfit: dict[str, str] = {}
-    with progress("distca simulate", "layouts of trees", len(tried)) as shown:
+    # Layouts take from none of the time, where others rule them out, to minutes.
+    with progress("distca simulate", "layouts of trees", len(tried), estimates=False) as shown:
         for title, some in (
             ("trees over all ranks (DistCA)", [e for e in tried if e.ranks_of_tree is None]),
             ("each tree on some ranks", [e for e in tried if e.ranks_of_tree is not None]),

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from distca.commands import simulate_rollouts
 from distca.commands.main import main
 
 SIZES = "--prompt 8192 --responses 8 --response 1024 --groups 8 --gpus 8 --cluster dgx-h200"
@@ -100,6 +101,14 @@ def test_a_tiny_job_pays_launches_in_all_systems(capsys) -> None:
     trees, plain = json.loads(capsys.readouterr().out)[:2]
     launches = trees["parts"]["launches"]
     assert plain["seconds"][0] > launches > 0.1 * trees["seconds"][0]
+
+
+def test_long_simulations_are_announced(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(simulate_rollouts, "compare", lambda *_: ([], {}))
+    for groups, announced in (("250", False), ("251", True)):
+        with pytest.raises(SystemExit):
+            main(["simulate", "rollouts", *FLAGS, "--groups", groups])
+        assert ("2,008 rollouts in a batch take many" in capsys.readouterr().err) == announced
 
 
 def test_sizes_that_are_given_twice_count_once_elsewhere(capsys) -> None:
