@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/rollouts.py --steps 2 --least 1000000
 
 All ranks take the same groups of rollouts, and share the tokens of their trees. With the second
-command no prompt is long enough to be shared: it prints the same losses, and more tokens.
+command only equal rollouts are shared: it prints the same losses, and more tokens.
 """
 
 from __future__ import annotations
