@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns what `Planner` must know of a model: `shape`, `masks` and `softcap`.
+    """Returns what `Planner` must know of a model: `shape`, `masks`, `softcap` and `vocabulary`.
 
     Args:
         config: configuration of a decoder.
@@ -64,6 +64,7 @@ def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
         "shape": AttentionShape(heads, kv_heads, head_dim, dtype.itemsize),
         "masks": _masks_of(config),
         "softcap": getattr(config, "attn_logit_softcapping", None),
+        "vocabulary": config.vocab_size,
     }
 
 

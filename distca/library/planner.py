@@ -18,6 +18,7 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape
 from distca.library.batch import Batch, Predictions, Progress
+from distca.library.documents import IGNORED, Document, check_integer
 from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
 from distca.library.share import Given, digest
@@ -55,6 +56,8 @@ class Planner:
         max_live_batches: how many batches the planner keeps. Finish a batch's backward pass before
             you place this many more.
         memory_bytes: most bytes of buffers on a rank; None: all of the device's memory.
+        vocabulary: tokens that the model knows, which those of documents are below; None: tokens
+            are not checked.
 
     Attributes:
         bytes_sent: bytes that this rank has sent so far, by phase.
@@ -78,6 +81,7 @@ class Planner:
         device: torch.device | str | None = None,
         max_live_batches: int = 8,
         memory_bytes: float | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -95,6 +99,8 @@ class Planner:
             isinstance(memory_bytes, Real) and float(memory_bytes) >= 1
         ):
             raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or None")
+        if vocabulary is not None:
+            check_integer("vocabulary", vocabulary, 1)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(device)
@@ -119,6 +125,7 @@ class Planner:
         self._transport = CollectiveTransport(exchanges, device)
         self._buffers = Buffers(device)
         self._memory = device_memory(device) if memory_bytes is None else memory_bytes
+        self._vocabulary = vocabulary
         self._trace, self._times = Trace(device), AttentionTimes(device)
         config = ScheduleConfig(tolerance, shape, cost_model, block)
         self._plan = PlanDocuments(scheduler, config, self.masks, len(ranks))
@@ -208,6 +215,7 @@ class Planner:
         try:
             made = given if isinstance(given, PlannedDocuments) else self._plan(given)
             self._check_plans(made.plans)
+            self._check_vocabulary(made.documents)
             # Rollouts are often sampled anew in each step.
             trees = any(isinstance(each, Tree) for each in made.documents)
             compares |= trees
@@ -232,6 +240,22 @@ class Planner:
             raise ValueError(
                 f"the plans are of {plans[0].world_size} ranks and the masks {masks}, the planner "
                 f"of {ranks} and {self.masks}: plan with `planner.collate`"
+            )
+
+    def _check_vocabulary(self, documents: Sequence[Document | Tree]) -> None:
+        """Raises a `ValueError` if a token or target is not in the vocabulary."""
+        most = self._vocabulary
+        if most is None:
+            return
+        given = list(Nodes(tuple(documents)).tokens)
+        for each in documents:
+            if isinstance(each, Document) and each.targets is not None:
+                given.append(each.targets.masked_fill(each.targets == IGNORED, 0))
+        tokens = torch.cat(given)
+        wrong = tokens[(tokens < 0) | (tokens >= most)]
+        if len(wrong):
+            raise ValueError(
+                f"token {int(wrong[0])} is not one of the model's {most}: use its tokenizer"
             )
 
     def _compare(self, number: int, wrong: ValueError | None) -> None:

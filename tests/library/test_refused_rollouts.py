@@ -13,7 +13,13 @@ import torch
 
 from distca.library import Document, Rollout, Tree, share_prefixes
 from distca.library.share import as_documents, split_packed
-from support.refused_rollouts import beyond_memory, mistakes_of_one_rank, with_other_attention
+from support.library_loops import VOCABULARY
+from support.refused_rollouts import (
+    beyond_memory,
+    beyond_vocabulary,
+    mistakes_of_one_rank,
+    with_other_attention,
+)
 
 pytest.importorskip("transformers")
 
@@ -110,3 +116,11 @@ def test_what_one_rank_cannot_place_is_refused_on_all(ranks: Any) -> None:
         other = message if name.startswith("shared") else "rank 1 cannot place its documents, and"
         assert other in first[name]
     assert first["after all"] == second["after all"] == "no error"
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(ranks: Any) -> None:
+    """A GPU ends with an assertion of the embedding otherwise."""
+    for good, last, *wrong in ranks.run(beyond_vocabulary, world_size=1):
+        assert good == last == "no error"
+        for number, message in zip((VOCABULARY, VOCABULARY, -9, VOCABULARY), wrong, strict=True):
+            assert f"token {number} is not one of the model's {VOCABULARY}: use its" in message

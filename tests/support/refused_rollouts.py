@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.library import Planner, Rollout, share_documents, share_prefixes
+from distca.library import Document, Planner, Rollout, share_documents, share_prefixes
 from distca.library import hugging_face as hf
 from support.library_loops import BLOCK, SIZES, config
 from support.rollout_loops import LEAST, hf_shape, star
@@ -75,6 +75,24 @@ def beyond_memory() -> dict[str, str]:
         planner.close()
     for memory in (math.nan, -1, 0, "1 GB"):
         found[str(memory)] = message_of(lambda: Planner(hf_shape(), memory_bytes=memory))  # type: ignore[arg-type] # noqa: B023
+    return found
+
+
+def beyond_vocabulary() -> list[str]:
+    """What is said of tokens and targets that a model does not know, and of its last token."""
+    planner = Planner(**hf.planner_arguments(config("llama", **SIZES), torch.float32), block=BLOCK)
+    most = SIZES["vocab_size"]
+    tokens = torch.arange(most - 9, most)
+    given = (
+        [tokens],
+        [Document(tokens[:2], torch.tensor([most - 1, -100]))],
+        [Rollout(tokens + 1)],
+        [tokens + 1],
+        [tokens - most],
+        [Document(tokens[:2], torch.tensor([-100, most]))],
+    )
+    found = [message_of(lambda: planner.place(each)) for each in given]  # noqa: B023
+    planner.close()
     return found
 
 
