@@ -76,7 +76,7 @@ class DocumentParams(PackedSeqParams):
         run: state of disaggregated core attention; None: attention on the rank itself.
         token_positions: position of each token in its document, int64 `[tokens]`, for layers that
             rotate keys themselves; None: they don't.
-        next_tokens: columns for layers of multi-token prediction; None: there are none.
+        next_tokens: columns for layers of multi-token prediction, or None.
     """
 
     documents_cu_seqlens: torch.Tensor | None = None

@@ -252,7 +252,7 @@ def _prediction_spec(
         transformer: Megatron's configuration of the model.
         layers: local or transformer_engine.
         vp_stage: number of the virtual stage, or None.
-        block: spec of the stage's other layers, the last of which these are like.
+        block: spec of the stage's other layers; these are like the last of them.
     """
     if not transformer.mtp_num_layers:
         return None

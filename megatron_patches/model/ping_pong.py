@@ -234,7 +234,7 @@ def _in_turn(
         params: description of the micro-batch.
         rotary_pos_emb: angles of its rows, or None.
         shards: tensor-parallel ranks that divide the rows among them.
-        others: further arguments, some of which each layer is given.
+        others: further arguments; each layer is given some of them.
 
     Returns:
         The rows of each, and a function `(layers, *rows)` that runs some layers on all of them in
