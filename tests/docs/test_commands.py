@@ -135,9 +135,9 @@ BLOCKS = {
     '{"messages": [': "test_the_lines_of_conversations",
     '{"prompt": "How far': "test_the_lines_of_conversations",
     "tiles, DP4: events on": "test_recording.py",
-    "models/llama: the weights are not": "test_weights.py",
     "@article{": "no program prints it",
-    "benchmarks/  data/": "no program prints it",
+    "models/llama: the weights are not": "test_weights.py",
+    "benchmarks/   ": "no program prints it",
 }
 
 
