@@ -136,7 +136,6 @@ BLOCKS = {
     '{"prompt": "How far': "test_the_lines_of_conversations",
     "tiles, DP4: events on": "test_recording.py",
     "@article{": "no program prints it",
-    "models/llama: the weights are not": "test_weights.py",
     "benchmarks/   ": "no program prints it",
 }
 
