@@ -79,6 +79,7 @@ JOBS = {
     "greedy, recomputed": job(*HALVES, "--distca-scheduler", "greedy", *RECOMPUTE),
     "TP2-SP": job(*WHOLE_WINDOWS, *SPLIT),
     "PP2": job(*GROUPED, *STAGES, windows=True),
+    "token prediction, PP2": job(*GROUPED, *STAGES, "--mtp-num-layers", "1", windows=True),
     "dedicated": job(*WHOLE_WINDOWS, "--distca-servers", "dedicated:1"),
     "latents, keep": job(*LATENT, *KEEP, windows=True),
     "experts": job(*HALVES, *EXPERTS),
@@ -92,6 +93,8 @@ JOBS = {
 ONLY_FULL = "calls, ping-pong", "calls, whole"
 """Jobs whose launches are counted for a page alone."""
 EACH = [pytest.param(name, marks=pytest.mark.full if name in ONLY_FULL else ()) for name in JOBS]
+NORMS_APART = {"token prediction, PP2": 5e-4}
+"""Where gradient norms differ more than elsewhere: there are three more norms behind each other."""
 KERNELS = {
     "FlashAttention 3": {"flash_attn_3::fwd", "flash_attn_3::bwd"},
     "FlashAttention 4 on Blackwell": {"flash_attn_4::fwd", "flash_attn_4::bwd"},
@@ -162,15 +165,16 @@ def test_losses_and_gradients_are_the_cpus_and_nothing_races(
         assert mine.done.bytes_counted == theirs.bytes_counted
         # Norms round differently in their backward pass, so later steps differ more.
         assert mine.done.losses[:1] == pytest.approx(theirs.losses[:1], rel=1e-6)
-        assert mine.done.grad_norms[:1] == pytest.approx(theirs.grad_norms[:1], rel=3e-4)
+        apart = NORMS_APART.get(name, 3e-4)
+        assert mine.done.grad_norms[:1] == pytest.approx(theirs.grad_norms[:1], rel=apart)
         assert mine.done.losses == pytest.approx(theirs.losses, rel=1e-3)
     if not expected[0].gradients:
         return
     gradients = whole_gradients([its.done for its in found])
     wanted = whole_gradients(expected)
     assert gradients.keys() == wanted.keys()
-    apart = {key: relative(gradients[key], wanted[key]) for key in wanted}
-    assert max(apart.values()) < 0.01, apart
+    differences = {key: relative(gradients[key], wanted[key]) for key in wanted}
+    assert max(differences.values()) < 0.01, differences
 
 
 @pytest.mark.parametrize("name", [each for each in EACH if JOBS[str(each.values[0])].ranks > 1])
