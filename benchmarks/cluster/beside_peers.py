@@ -32,6 +32,7 @@ from distca.commands.verdict import TITLES
 from distca.cost.model_sizes import MODELS
 from distca.progress import progress
 from distca.simulate import DISTCA_SYSTEMS, Candidate
+from distca.simulate.dynamic import DYNAMIC
 from distca.whole_file import write_text
 
 OURS = "tiles"
@@ -104,6 +105,7 @@ def _named() -> Iterator[Job]:
     yield Job("llama-8b", "prolong", 1024 * k, 1, 64)
     stages = "--pipeline-model-parallel-sizes"
     yield Job("llama-70b", "pretrain", 128 * k, 64, 128, more=(stages, "4"))
+    yield Job("llama-70b", "pretrain", 256 * k, 64, 128)
     yield Job("llama-8b", "pretrain", 128 * k, 32, 32, "dgx-h100")
     yield Job("llama-34b", "pretrain", 64 * k, 64, 64, "dgx-a100")
     yield Job("qwen3-8b", "pretrain", 64 * k, 16, 8)
@@ -149,10 +151,11 @@ def run(job: Job) -> dict[str, Any]:
     """Runs `distca simulate`; returns what it found.
 
     Returns:
-        `ratio`, `low` and `high` of DistCA's speed over the fastest peer's; `peer` and both
+        `ratio`, `low` and `high` of DistCA's speed over the fastest peer's; `dynamic`, the mean of
+        its speed over that of dynamic context parallelism, which is no such peer; `peer` and both
         `configurations`; `fits`, whether DistCA and whether any peer fits in memory; `more`, the
-        two parts of an iteration for which DistCA takes most more time than the peer, with the
-        difference as a share of the peer's iteration. NaN and empty where one does not.
+        two parts of an iteration for which DistCA takes most more time than the fastest other, with
+        the difference as a share of that one's iteration. NaN and empty where one does not.
 
     Raises:
         CalledProcessError: the command failed.
@@ -161,20 +164,25 @@ def run(job: Job) -> dict[str, Any]:
     found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     rows = {row["system"]: row for row in json.loads(found.stdout)}
     ours = rows[OURS]
-    peers = [row for name, row in rows.items() if name not in DISTCA_SYSTEMS and row["candidate"]]
+    dynamic = rows[DYNAMIC]["distca_over_it"] if ours["candidate"] else None
+    others = (*DISTCA_SYSTEMS, DYNAMIC)
+    peers = [row for name, row in rows.items() if name not in others and row["candidate"]]
     peer = min(peers, key=lambda row: float(row["seconds"]), default=None)
+    # The fastest of all others, whose parts the command has.
+    beside = next((row for row in rows.values() if row != ours and row["seconds_by_part"]), None)
     over = peer["distca_over_it"] if peer is not None and ours["candidate"] else None
     return {
         "ratio": over["mean"] if over else math.nan,
         "low": over["low"] if over else math.nan,
         "high": over["high"] if over else math.nan,
+        "dynamic": dynamic["mean"] if dynamic else math.nan,
         "batches": len(ours["seconds_of_batches"]),
         "peer": "" if peer is None else TITLES[peer["system"]],
         "configurations": [
             "" if row is None or not row["candidate"] else _sizes(row) for row in (ours, peer)
         ],
         "fits": [bool(ours["candidate"]), peer is not None],
-        "more": _more(ours, peer) if over and peer is not None else {},
+        "more": _more(ours, beside) if over and beside is not None else {},
     }
 
 
@@ -219,7 +227,9 @@ def page(jobs: Sequence[Job], found: Mapping[str, Mapping[str, Any]], command: s
         "has its best configuration that fits in memory. A ratio is DistCA's speed over the "
         "fastest peer's: the mean over the batches, and its 95% confidence interval. Where it is "
         f"below {_LITTLE}, the last column has up to two parts of an iteration for which DistCA "
-        "takes more time, as shares of the peer's iteration (first batch).",
+        "takes more time, as shares of the peer's iteration (first batch). Megatron's dynamic "
+        "context parallelism, which no release has, has a column of its own: empty where it was "
+        "not run or does not fit. Where it is the fastest, the last column is beside it.",
         "",
         f"{len(ran)} jobs. In {len(both)} both fit in memory; DistCA alone fits in {alone}, a peer "
         f"alone in {lacking}, and neither in {neither}.",
@@ -233,6 +243,7 @@ def page(jobs: Sequence[Job], found: Mapping[str, Mapping[str, Any]], command: s
         ]
     head = ["model", "documents", "context", "sequences", "GPUs", "cluster", "flags"]
     head += ["ratio", "batches", "fastest peer", "its configuration", "DistCA's"]
+    head += ["over dynamic CP"]
     head += ["DistCA takes more for"]
     rows = []
     for job, each in sorted(ran, key=lambda pair: _order(pair[1])):
@@ -242,11 +253,12 @@ def page(jobs: Sequence[Job], found: Mapping[str, Mapping[str, Any]], command: s
                 tuple(each["fits"]), "nothing fits"
             )
         ours, theirs = each["configurations"]
+        dynamic = each.get("dynamic", math.nan)
         rows.append(
             [
                 *(job.model, job.documents, f"{job.context // 1024}K", job.sequences, job.gpus),
                 *(job.cluster, " ".join(job.more), ratio, each["batches"], each["peer"]),
-                *(theirs, ours, _terms(each)),
+                *(theirs, ours, "" if math.isnan(dynamic) else f"{dynamic:.3f}", _terms(each)),
             ]
         )
     return "\n".join([*lines, "", pages.table(head, rows)])

@@ -12,6 +12,7 @@ from distca.simulate.effort import Effort, Evaluate
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.parts import RunParts
 from distca.simulate.search import find_best
+from distca.simulate.space import pooled_pipelines
 from distca.simulate.trials import Trials
 from distca.simulate.variants import (
     with_chains,
@@ -95,6 +96,7 @@ class Extent:
             self.finalists,
             with_pools_or_shared_heads,
             (
+                (self._pooled_pipelines, 1.0),
                 (with_chains, _WORTH_IT),
                 (without_latents, 1.0),
                 (with_shared_heads, 1.0),
@@ -114,6 +116,10 @@ class Extent:
             ),
             last_tolerance,
         )
+
+    def _pooled_pipelines(self, candidate: Candidate, workload: Workload) -> list[Candidate]:
+        sizes = self.tensor, self.stages
+        return pooled_pipelines(candidate.system, workload, *sizes)
 
     def _tolerant(self, candidate: Candidate, workload: Workload) -> list[Candidate]:
         return [replace(candidate, tolerance=each) for each in self.tolerances]

@@ -83,8 +83,9 @@ def few_parts(
 
     Pools are the one with the largest micro-batch, and those with most work. Micro-batches are the
     largest one, and others from first to last; in a pipeline as many that follow each other as it
-    has stages. Pools of whole nodes share no link, so that all of
-    them take at least as long; the reduction of gradients takes less among fewer replicas.
+    has stages, and of the largest ones as many as are in flight. Pools of whole nodes share no
+    link, so that all of them take at least as long; the reduction of gradients takes less among
+    fewer replicas.
 
     Returns:
         Figures of these, but for all seconds, which are those of all micro-batches; None: no plan
@@ -164,24 +165,30 @@ def _plan_some(
     pools = len(parts[0])
     alone = replace(candidate, data=candidate.data // pools, chain=1)
     tokens = np.array([[int(each.lengths.sum()) for each in some] for some in parts])
-    # Memory depends on the largest micro-batch, or in a pipeline on those that follow each other.
-    together = min(candidate.stages, len(parts))
-    tokens = np.lib.stride_tricks.sliding_window_view(tokens, together, axis=0).sum(axis=-1)
+    # Memory depends on the largest micro-batch, or in a pipeline on those in flight together.
+    schedule = options_of(alone).tick_schedule(len(parts), alone.stages)
+    in_flight = schedule.most_in_flight[0]
+    tokens = np.lib.stride_tricks.sliding_window_view(tokens, in_flight, axis=0).sum(axis=-1)
     largest, fullest = (int(n) for n in np.unravel_index(tokens.argmax(), tokens.shape))
     ideal = _ideal(alone, workload, parts)
     order = np.argsort(-_work(candidate, workload, parts), kind="stable").tolist()
     chosen = list(dict.fromkeys([fullest, *order]))
     if _has_many_pools(candidate):
         chosen = chosen[: number_of_pools(candidate)]
-    numbers, count = [*range(len(parts))], _sampled(candidate)
+    runs, count = [range(len(parts))], _sampled(candidate)
     if _has_many_micro_batches(candidate) and len(parts) >= 2 * count:
-        spread = np.linspace(0, len(tokens) - 1, count // together).round().astype(np.int64)
-        spread[np.argmin(np.abs(spread - largest))] = largest
-        numbers = (spread[:, None] + np.arange(together)).ravel().tolist()
-    few = [[parts[n][pool] for pool in chosen] for n in numbers]
+        stages = candidate.stages
+        spread = np.linspace(0, len(parts) - stages, count // stages).round().astype(np.int64)
+        runs = [range(n, n + stages) for n in spread.tolist()]
+        runs[np.argmin(np.abs(spread - largest))] = range(largest, largest + in_flight)
+
+    def of_runs(some: Sequence[range]) -> list[list[Documents]]:
+        return [[parts[n][pool] for pool in chosen] for run in some for n in run]
+
+    few = of_runs(runs)
     known, half, of_half = _ideal(alone, workload, few), None, np.zeros(len(chosen))
-    if candidate.stages > 1 and len(few) < len(parts):
-        some = [each for n, each in enumerate(few) if n // together % 2 == 0]
+    if candidate.stages > 1 and len(runs) > 1:
+        some = of_runs(runs[::2])
         half, of_half = _planned(candidate, workload, some), _ideal(alone, workload, some)
     growth = (ideal[chosen] - known) / (known - of_half)
     return _Few(candidate, _planned(candidate, workload, few), half, growth)

@@ -30,6 +30,7 @@ from distca.simulate.variants import (
     may_fit_in_halves,
     only_divides_further,
     sizes_of,
+    with_a_few_more_micro_batches,
     with_less_memory,
     with_more_micro_batches,
 )
@@ -376,8 +377,7 @@ class _Search:
         return number if many else 0
 
     def fastest_of(self, some: Sequence[Candidate]) -> Candidate:
-        """Returns the fastest over all batches of configurations that fit in them; the first one if
-        none does."""
+        """Returns the fastest over all batches of those that fit; the first one if none does."""
         different = list(dict.fromkeys(some))
         if len(different) == 1:
             return different[0]
@@ -387,11 +387,11 @@ class _Search:
         """Returns the best configuration if it fits in all batches, else one that does: of those
         that have run most batches the fastest, or None.
 
-        Parts of iterations that stand for all of them may promise too little, or too much. So
-        another that may be faster takes their place if it is.
+        A part of an iteration may promise too little, or too much. So another may take its place.
         """
         whole = [each for each in self.trials if not self._stand_ins.able([each])]
-        for candidate in (best, *self._most_tried([*self.trials])):
+        smaller = with_a_few_more_micro_batches(best, self.workload)
+        for candidate in (best, *smaller, *self._most_tried([*self.trials])):
             if not self._run([candidate], len(self.batches), last=True):
                 continue
             if candidate in whole:
@@ -436,7 +436,7 @@ class _Search:
                 self._run([best], first)
             most = max(worth_it, _NEAR) * self._seconds(best, first)
             tried = [c for c in tried if c.pool_size is None or self.bound(c) <= most]
-            near = self._run(tried, first)
+            near = self._run(self._stand_ins.not_too_large(tried), first)
             if first == 1:
                 near = [candidate for candidate in near if self._seconds(candidate, 1) <= most]
             raced = self._race([best, *near], count, worth_it)

@@ -7,6 +7,7 @@ fit in memory. `distca.simulate.variants` has variants of a configuration.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,12 @@ from distca.simulate.bins import GATHERED, PACKED_BY_WORK, keeps
 from distca.simulate.dynamic import DYNAMIC
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.layer_mean import LayerMean
-from distca.simulate.variants import divisors, with_fewer_in_flight, with_uneven_micro_batches
+from distca.simulate.variants import (
+    divisors,
+    in_one_pool,
+    with_fewer_in_flight,
+    with_uneven_micro_batches,
+)
 from distca.simulate.workload import (
     DISTCA_SYSTEMS,
     SYSTEMS,
@@ -28,6 +34,8 @@ from distca.simulate.workload import (
     options_of,
 )
 
+_SMALLER = 2
+"""Sizes of micro-batches with which each pipeline in one server pool is tried."""
 _MOST_BINS = 16
 """Bound on WLB-LLM's bins for each sequence of a global batch: the work of the longest documents is
 many times that of smaller bins."""
@@ -149,6 +157,29 @@ def candidates(
         ]
         usable = workload.cluster.usable_bytes
         found += [each for each in tried if least_memory(each, workload) <= usable][:1]
+    return found
+
+
+def pooled_pipelines(
+    system: str, workload: Workload, tensor: Sequence[int], stages: Sequence[int]
+) -> list[Candidate]:
+    """Lists pipelines in one server pool, with the largest micro-batches that may fit in memory.
+
+    Of each number of stages there are these and the next smaller ones, since few micro-batches are
+    as large as the mean.
+
+    Args:
+        system: one of `SYSTEMS`.
+        workload: model, cluster and sizes.
+        tensor: tensor-parallel sizes.
+        stages: pipeline sizes.
+    """
+    able = divisions(system, workload, tensor, [each for each in stages if each > 1])
+    sizes = {(c.tensor, c.stages): replace(c, micro_batches=workload.sequences) for c in able}
+    usable, found = workload.cluster.usable_bytes, list[Candidate]()
+    for each in sizes.values():
+        every = in_one_pool(each, workload)
+        found += [c for c in every if least_memory(c, workload) <= usable][:_SMALLER]
     return found
 
 

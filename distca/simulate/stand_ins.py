@@ -5,7 +5,7 @@ They do where one batch chooses and planning takes long: among many server pools
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -72,9 +72,7 @@ class StandIns:
             candidate: configuration for which a part stood.
             count: number of batches.
         """
-        every, first = self.batches[:count], self._first
-        with ThreadPoolExecutor(len(every)) as threads:
-            parts = list(threads.map(lambda bounds: bounds.stand_in(candidate), every))
+        first, parts = self._first, self._of_batches(candidate, self.batches[:count])
         fits = [part.fits for part in parts]
         if not all(fits):
             return parts[: fits.index(False) + 1]
@@ -87,6 +85,11 @@ class StandIns:
         if part.parts is not None:
             whole = replace(whole, parts=part.parts.scaled(whole.seconds / part.seconds))
         return [whole, *(each.scaled(whole, parts[0], usable) for each in others)]
+
+    def not_too_large(self, some: Sequence[Candidate]) -> list[Candidate]:
+        """Returns the other ones than `too_large` does."""
+        large = self.too_large(some)
+        return [each for each in some if each not in large]
 
     def too_large(self, some: Sequence[Candidate]) -> list[Candidate]:
         """Returns the configurations that are known by a few parts not to fit."""
@@ -112,20 +115,38 @@ class StandIns:
         return None
 
     def _of_few_parts(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
-        too_large = self.too_large(some[1:])
-        fit = [each for each in some if each not in too_large]
+        fit = [some[0], *self.not_too_large(some[1:])]
         self._first.prepare(few_parts, fit)
+        # Several micro-batches in flight take more than the largest one.
+        fit = [some[0], *(each for each in fit[1:] if self._first.stand_in(each).fits)]
         seconds = {each: self._first.stand_in(each).seconds for each in fit}
-        least = min(seconds.values())
-        return next(each for each in fit if seconds[each] <= worth_it * least)
+        return self._first_of(seconds, worth_it, self._fits_in_all_batches)
 
     def _of_ticks(self, some: Sequence[Candidate], worth_it: float) -> Candidate:
         self._first.prepare(glance, some)
-        left = {each: self._first.promised(each) or np.inf for each in some}
+        seconds = {each: self._first.promised(each) or np.inf for each in some}
+        return self._first_of(seconds, worth_it, lambda each: self.trial(each).fits)
+
+    @staticmethod
+    def _first_of(
+        seconds: Mapping[Candidate, float], worth_it: float, fits: Callable[[Candidate], bool]
+    ) -> Candidate:
+        """Returns the first configuration that is about as fast as the fastest and fits; that at
+        the front does, or no other can take its place."""
+        left, front = dict(seconds), next(iter(seconds))
         while len(left) > 1:
             least = min(left.values())
             best = next(each for each in left if left[each] <= worth_it * least)
-            if best == some[0] or self.trial(best).fits:
+            if best == front or fits(best):
                 return best
             del left[best]
-        return some[0]
+        return front
+
+    def _fits_in_all_batches(self, candidate: Candidate) -> bool:
+        return all(part.fits for part in self._of_batches(candidate, self.batches))
+
+    @staticmethod
+    def _of_batches(candidate: Candidate, batches: Sequence[Bounds]) -> list[Trial]:
+        """Returns the figures of a configuration's part in each batch."""
+        with ThreadPoolExecutor(len(batches)) as threads:
+            return list(threads.map(lambda bounds: bounds.stand_in(candidate), batches))

@@ -25,6 +25,8 @@ times ranks. Few ranks may have more micro-batches, each with as many documents.
 _OTHER_NUMBERS, _NEAR_NUMBERS = (0.5, 0.7, 1.4), (0.85, 0.92, 1.15)
 """Numbers of micro-batches of server pools that are tried, times the number of the fastest; and
 then of the fastest of these."""
+_LARGER_NUMBERS = (1.08, 1.17)
+"""The same, where all of an iteration needs more memory than its parts."""
 _WIDE = (2, 4)
 """Parts of a sequence from which on documents are tried as wide ones."""
 _LESS = 0.99
@@ -54,6 +56,23 @@ def with_uneven_micro_batches(candidate: Candidate, workload: Workload) -> list[
     while (least := max(math.ceil(_UNEVEN * least), least + 1)) <= most:
         numbers.append(least)
     return [replace(candidate, micro_batches=n, pool_size=size) for n in numbers]
+
+
+def in_one_pool(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns a pipeline whose ranks are one server pool, with sequences as micro-batches and with
+    smaller ones, the largest first.
+
+    They fill a pipeline better than sequences do, and take less memory, as chains do. Here tasks
+    of a document do not wait for those of its earlier micro-batches.
+    """
+    experts = workload.model.experts is not None
+    if candidate.system != "tiles" or candidate.stages == 1 or candidate.data == 1 or experts:
+        return []
+    numbers, most = [workload.sequences], _most_micro_batches(candidate, workload)
+    while numbers[-1] < most:
+        numbers.append(min(max(math.ceil(_UNEVEN * numbers[-1]), numbers[-1] + 1), most))
+    numbers = [n for n in numbers if n >= candidate.stages]
+    return [replace(candidate, micro_batches=n, pool_size=candidate.data) for n in numbers]
 
 
 def _most_micro_batches(candidate: Candidate, workload: Workload) -> int:
@@ -167,7 +186,7 @@ def with_slower_links(candidate: Candidate, workload: Workload) -> list[Candidat
 
 def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Returns the configuration with server pools: of a node's ranks, of two nodes', of four's, and
-    of one rank.
+    of one rank; of eight nodes' where each has one rank.
 
     Training has them without chains. A pool has the same ranks of all stages. With experts there is
     one pool of all ranks, whose micro-batches may be any number.
@@ -182,7 +201,7 @@ def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
     node = workload.cluster.servers_per_node(candidate.tensor)
     sizes = [
         size
-        for size in dict.fromkeys((node, 2 * node, 4 * node, 1))
+        for size in (node, 2 * node, 4 * node, 1 if node > 1 else 8)
         if size < candidate.data and candidate.data % size == size % candidate.head_parallel == 0
     ]
     return [replace(candidate, pool_size=size) for size in sizes]
@@ -313,6 +332,12 @@ def with_near_micro_batches(candidate: Candidate, workload: Workload) -> list[Ca
     """Returns the configuration with numbers of micro-batches that are a little smaller or larger,
     as `with_other_micro_batches`."""
     return with_other_micro_batches(candidate, workload, _NEAR_NUMBERS)
+
+
+def with_a_few_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with numbers of micro-batches that are a little larger, which take
+    less memory, as `with_other_micro_batches`."""
+    return with_other_micro_batches(candidate, workload, _LARGER_NUMBERS)
 
 
 def last_resorts(

@@ -40,7 +40,9 @@ def test_the_page_counts_what_fits_and_what_is_behind() -> None:
     assert f"geometric mean is {math.sqrt(1.2 * 0.9):.3f}, the least 0.900" in text
     rows = [line for line in text.splitlines() if line.startswith("| llama")]
     assert "0.900 (" in rows[0]
-    assert rows[0].endswith("| launches, half-filled waves +2.1% |")
+    assert rows[0].endswith("| theirs | ours |  | launches, half-filled waves +2.1% |")
+    found[str(jobs[1])]["dynamic"] = 0.987
+    assert "| theirs | ours | 0.987 | launches" in page(jobs, found, "python x")
     assert "1.200 (" in rows[1]
     assert "half-filled" not in rows[1]
     assert "DistCA alone fits" in rows[2]
@@ -52,5 +54,6 @@ def test_a_job_runs(documents: str) -> None:
     assert found["fits"] == [True, True]
     assert found["batches"] == 2
     assert 0.9 < found["low"] <= found["ratio"] <= found["high"] < 2
+    assert found["dynamic"] >= 0.9
     assert all(found["configurations"])
     assert len(found["more"]) == 2
