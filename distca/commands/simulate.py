@@ -53,6 +53,7 @@ from distca.documents.lengths import (
     shuffled,
 )
 from distca.plan.span import Int64s
+from distca.progress import progress
 from distca.schedule.baselines.hybrid_cp import find_balanced_scheduler
 from distca.simulate import (
     DISTCA_SYSTEMS,
@@ -80,6 +81,8 @@ _OF_DISTCA = ("tolerance", "finalists", "latent_rows", "exchanges")
 """Flags that say nothing of other systems."""
 _MOST_PROCESSES = 8
 """Bound on the processes that simulate: as many iterations run at a time."""
+_RECORDS = "records DistCA's iteration of the first batch, for its timeline"
+"""What takes a while after the report, without a figure on the screen."""
 _DESCRIPTION = """\
 Says how fast a training job would be on a cluster with plain Megatron, its context parallelism,
 WLB-LLM and DistCA, each in the parallel configuration that is best for it among those that fit in
@@ -308,10 +311,12 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
         plot_choices(choices, workload, parts, args.plot)
     recorded = None
     if best is not None and best.candidate is not None and (args.trace or args.html):
-        recorded = simulate(best.candidate, workload, batches[0], recording=True)
+        with progress("distca simulate", doing=_RECORDS):
+            recorded = simulate(best.candidate, workload, batches[0], recording=True)
     if args.html is not None:
-        text = page_of(command, choices, workload, batches, parts, rows, recorded)
-        write_page(args.html, text)
+        with progress("distca simulate", doing=f"writes {args.html}"):
+            text = page_of(command, choices, workload, batches, parts, rows, recorded)
+            write_page(args.html, text)
     if args.trace is not None:
         if recorded is None:
             raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -26,14 +27,30 @@ JOB = """
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes the page of `JOB`, and the output of `--json` next to it; returns the page's path."""
+    """Writes the page of `JOB`, and next to it the output of `--json` and what the screen says
+    after that; returns the page's path."""
     path = tmp_path_factory.mktemp("pages") / "new" / "report.html"
     with pytest.MonkeyPatch.context() as patched:
         printed: list[str] = []
+        said: list[str] = []
+
+        def progress(command: str, doing: str) -> contextlib.AbstractContextManager[None]:
+            said.append(f"{command}: {doing}")
+            return contextlib.nullcontext()
+
+        patched.setattr("distca.commands.simulate.progress", progress)
         patched.setattr("distca.commands.simulate._write", printed.append)
         assert main(["simulate", *JOB, "--json", "--html", str(path)]) == 0
     (path.parent / "report.json").write_text(printed[0])
+    (path.parent / "said").write_text("\n".join(said))
     return path
+
+
+def test_the_screen_says_what_follows_the_report(written: Path) -> None:
+    """Large jobs take a while to record."""
+    recorded, page = (written.parent / "said").read_text().splitlines()
+    assert recorded.startswith("distca simulate: records DistCA's iteration")
+    assert page == f"distca simulate: writes {written}"
 
 
 def test_figures_are_those_of_the_command(written: Path) -> None:
