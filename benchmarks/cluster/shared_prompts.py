@@ -5,7 +5,8 @@
 Rollouts of a global batch have 32 prompts. *One by one* they are computed by the fastest system of
 `distca simulate`. *Whole trees* lie on as many ranks each as are fastest, as masks for the kernel
 of one context-parallel group have it. The *ideal* is the time of the trees' linear layers and core
-attention if all ranks had equal shares and nothing else took time. Writes `shared_prompts.md`.
+attention if all ranks had equal shares and nothing else took time. All ways have the charges of
+`distca simulate`. Writes `shared_prompts.md`.
 
 With `--earlier` it takes the jobs of earlier runs of the same code, so that several runs may share
 the jobs, and with `--only-earlier` none but these.
@@ -18,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from distca.commands.simulate_rollouts import SYSTEMS, Row, compare, spent
 from distca.cost.model_sizes import MODELS
 from distca.plan.span import Int64s
 from distca.progress import track
-from distca.simulate import CLUSTERS, Breakdown, Workload
+from distca.simulate import CLUSTERS, PUBLISHED, Breakdown, Workload
 from distca.simulate.rollouts import Group, draw_groups, layouts, least_memory, one_by_one
 
 MODEL, CLUSTER = "llama-8b", "dgx-h200"
@@ -41,8 +42,10 @@ SIZES = (
     (65_536, 16, 8_192),
     (32_768, 64, 4_096),
     (131_072, 16, 16_384),
+    (1_024, 8, 4_096),
 )
-"""Tokens of a prompt, responses to it, and tokens of a response, on average."""
+"""Tokens of a prompt, responses to it, and tokens of a response, on average. In the last one the
+responses are longer than the prompt."""
 GROUPS, SPREAD, TOLERANCE = 32, 0.5, 0.05
 TENSOR_SIZES = (1, 2, 4, 8)
 
@@ -53,7 +56,9 @@ def _job(
     """Returns the groups of a global batch, the job, and the sequences of rollouts one by one."""
     batches = [draw_groups(*size, GROUPS, SPREAD)]
     context, packed = one_by_one(batches, gpus)
-    workload = Workload(MODELS[MODEL], CLUSTERS[CLUSTER], gpus, context, len(packed[0]), TOLERANCE)
+    # What `distca simulate rollouts` charges all systems by default.
+    cluster = replace(CLUSTERS[CLUSTER], charges=PUBLISHED)
+    workload = Workload(MODELS[MODEL], cluster, gpus, context, len(packed[0]), TOLERANCE)
     return batches, workload, packed
 
 
@@ -143,7 +148,9 @@ def page(found: Sequence[Job], command: str) -> str:
         "# Rollouts that share prompts on clusters\n\n"
         f"`{command}`: simulated iterations of {MODEL} on {CLUSTER}, one global batch of {GROUPS} "
         f"prompts, log-normal lengths (spread {SPREAD}). Figures over 1 say how many times as long "
-        "other ways take. Nothing was measured. Trees have no pipelines.\n\n"
+        "other ways take. Nothing was measured. All ways have the charges of `distca simulate`. "
+        "Trees have no pipelines. With *inputs kept*, servers keep the kernels' inputs for the "
+        "backward pass.\n\n"
         + pages.table(head, [line(job.size, job.gpus, job.rows) for job in found])
         + f"\n\nJobs by the run that simulated them: {said}. The line below dates this table."
     )

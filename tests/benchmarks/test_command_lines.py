@@ -40,7 +40,7 @@ MISTAKES = [
     ("training.throughput", "--distca-backward keep --peak-tflops -1", "give more than 0"),
     ("cluster.paper", "table4 --output OUT --batches 0", "--batches 0: give at least 1"),
     ("cluster.beside_peers", "--output OUT --drawn 0", "--drawn 0: give at least 1"),
-    ("cluster.shared_prompts", "--output OUT --sizes 7", "argument --sizes: invalid choice: 7"),
+    ("cluster.shared_prompts", "--output OUT --sizes 8", "argument --sizes: invalid choice: 8"),
     ("cluster.pooling_by_time", "--output OUT --published FILE", "the folder has no document_"),
     ("cluster.validate_simulator", "--output OUT --profile NOWHERE", "there is no such file"),
 ]

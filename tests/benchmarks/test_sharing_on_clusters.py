@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 from benchmarks.cluster import shared_prompts
 from benchmarks.cluster.shared_prompts import Row, least_gb, line
+from distca.commands.main import main
 
 
-def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
+def test_a_page_of_a_small_job(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(shared_prompts, "SIZES", ((8192, 8, 1024),))
     monkeypatch.setattr(shared_prompts, "GROUPS", 8)
     monkeypatch.setattr(shared_prompts, "MODEL", "llama-3.2-1b")
@@ -20,6 +21,13 @@ def test_a_page_of_a_small_job(tmp_path, monkeypatch) -> None:
     (job,) = json.loads((tmp_path / "shared_prompts.json").read_text())
     ours, whole, apart = (row["seconds"][0] for row in job["rows"])
     parts = job["rows"][0]["parts"]
+    # The same job by the command, with all that it charges by default.
+    command = "simulate rollouts --prompt 8192 --responses 8 --response 1024 --groups 8 --gpus 8"
+    command += " --model llama-3.2-1b --cluster dgx-h200 --batches 1 --systems plain --json"
+    capsys.readouterr()
+    assert main(command.split()) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["seconds"][0] for row in printed] == [ours, whole, apart]
     cells = (tmp_path / "shared_prompts.md").read_text().splitlines()[6].split(" | ")
     assert cells[:2] == ["| 8K x 8 x 1K", "8"]
     assert cells[2].startswith(f"{ours:.2f} (TP")
