@@ -9,7 +9,7 @@ from megatron.core.package_info import MAJOR, MINOR
 from megatron_patches.flags.config import DistcaConfig
 
 FIRST = (0, 19)
-"""First version of megatron-core whose loss of these layers is a function of its own."""
+"""First version of megatron-core whose functions are those that ours stand in for."""
 
 
 def validate_prediction(config: DistcaConfig, args: Namespace) -> None:

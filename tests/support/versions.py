@@ -26,7 +26,7 @@ EVALUATES_BY_ITS_OWN_SIZE = MEGATRON >= (0, 18)
 """Whether the batches of an evaluation have a size of their own."""
 
 PREDICTS_TOKENS = MEGATRON >= (0, 19)
-"""Whether multi-token prediction is covered: its loss is a function of its own."""
+"""Whether multi-token prediction is covered: earlier versions have other functions."""
 
 NAMES_VALIDATION_SETS = MEGATRON >= (0, 18)
 """Whether validation sets have names, and not numbers alone."""

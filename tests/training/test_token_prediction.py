@@ -16,9 +16,7 @@ from support.parity import check_gradients
 from support.versions import PREDICTS_TOKENS
 from support.whole_runs import RunSeen, whole_run, write_documents
 
-pytestmark = pytest.mark.skipif(
-    not PREDICTS_TOKENS, reason="this version has no function for the loss"
-)
+pytestmark = pytest.mark.skipif(not PREDICTS_TOKENS, reason="not covered in this version")
 
 # Windows of 512 tokens. A one-token document, two-token ones, one that spans both ranks.
 LENGTHS = [1, 200, 2, 2, 150, 157, 512, 400, 112, *[64] * 8] * 2

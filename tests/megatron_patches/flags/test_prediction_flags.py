@@ -12,7 +12,7 @@ from support.arguments import parse
 from support.versions import PREDICTS_TOKENS
 
 
-@pytest.mark.skipif(not PREDICTS_TOKENS, reason="this version has no function for the loss")
+@pytest.mark.skipif(not PREDICTS_TOKENS, reason="not covered in this version")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
