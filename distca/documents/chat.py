@@ -87,6 +87,7 @@ class ChatTokenizer:
     Attributes:
         vocab_size: bound of the token ids.
         eod: token that ends a document, or None.
+        counts_all: whether all tokens count in the loss, those of prompts too.
 
     Raises:
         ValueError: there is no such folder or format, no chat template, or no end token.
@@ -118,6 +119,7 @@ class ChatTokenizer:
                 "tokenizer_config.json"
             )
         if self._format is not None:
+            self.counts_all = not self._format.counts_answers
             self._padding = self._tokenizer.convert_tokens_to_ids(self._format.padding)
             return
         padding = self._tokenizer.pad_token_id
@@ -128,8 +130,8 @@ class ChatTokenizer:
                 f"{folder} has no chat template, which --sft-tokenizer-prompt-format default "
                 f"needs: give one, or choose from {', '.join(_FORMATS)}"
             )
-        self._marked = _MARKS_ANSWERS.search(str(template)) is not None
-        if not self._marked:
+        self.counts_all = _MARKS_ANSWERS.search(str(template)) is None
+        if self.counts_all:
             logger.warning(
                 "the chat template of %s does not mark answers ({%% generation %%}): all tokens "
                 "count in the loss, as in Megatron-LM",
@@ -164,12 +166,12 @@ class ChatTokenizer:
                 list(conversation),
                 tokenize=True,
                 return_dict=True,
-                return_assistant_tokens_mask=self._marked,
+                return_assistant_tokens_mask=not self.counts_all,
             )
         except Exception as error:  # Templates raise what they like.
             raise ValueError(f"the chat template refuses it: {error}") from error
         tokens = list(found["input_ids"])
-        if not self._marked:
+        if self.counts_all:
             return tokens, [True] * len(tokens)
         return tokens, [bool(each) for each in found["assistant_masks"]]
 

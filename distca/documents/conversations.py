@@ -10,6 +10,7 @@ completion makes a conversation: the prompt's messages, and then its own.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,6 +22,8 @@ import numpy as np
 from distca.documents.chat import ChatTokenizer, Message
 from distca.documents.document_list import TokenSource
 from distca.plan.span import Floats, Int64s
+
+logger = logging.getLogger(__name__)
 
 _MOST_WEIGHT = 1e30
 """Weight of a completion at most, so that sums of weights stay finite in float32."""
@@ -78,13 +81,14 @@ def read_conversations(path: str, tokenizer: ChatTokenizer) -> Conversations:
     if not Path(path).is_file():
         raise ValueError(f"{path} does not exist: with --sft data are files of JSON lines")
     lines, tokens, counts, weights = [], [], [], []
-    edges = [0]
+    edges, completed = [0], 0
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                for conversation, weight in _conversations(line):
+                for conversation, weight, of_prompt in _conversations(line):
+                    completed += of_prompt
                     found, counted = tokenizer.tokenize(conversation)
                     lines.append(number)
                     weights.append(weight)
@@ -95,6 +99,13 @@ def read_conversations(path: str, tokenizer: ChatTokenizer) -> Conversations:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not lines:
         raise ValueError(f"{path} holds no conversation")
+    if completed and tokenizer.counts_all:
+        logger.warning(
+            "%s holds completions, but the prompt format marks no answers: each of %d completions "
+            "trains its prompt, too; give a chat template with {%% generation %%}",
+            path,
+            completed,
+        )
     return Conversations(
         path,
         np.array(lines, dtype=np.int64),
@@ -105,8 +116,8 @@ def read_conversations(path: str, tokenizer: ChatTokenizer) -> Conversations:
     )
 
 
-def _conversations(line: bytes) -> Iterator[tuple[list[Message], float]]:
-    """Yields the conversations of a line, and the weight of each."""
+def _conversations(line: bytes) -> Iterator[tuple[list[Message], float, bool]]:
+    """Yields the conversations of a line, the weight of each, and whether it is a completion."""
     try:
         read = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -114,14 +125,15 @@ def _conversations(line: bytes) -> Iterator[tuple[list[Message], float]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON ({error})") from error
     if isinstance(read, dict) and "completions" in read:
-        yield from _completed(read)
+        for conversation, weight in _completed(read):
+            yield conversation, weight, True
         return
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError("no JSON object with a list of 'messages', or 'prompt' and 'completions'")
     _check_messages(messages)
     for conversation in _split(messages):
-        yield conversation, 1.0
+        yield conversation, 1.0, False
 
 
 def _completed(read: dict[str, Any]) -> Iterator[tuple[list[Message], float]]:

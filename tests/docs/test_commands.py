@@ -181,8 +181,8 @@ def test_the_lines_of_conversations() -> None:
     for begins, weights in (('{"messages"', [1]), ('{"prompt"', [1, 0.5])):
         (line,) = [block for block in blocks if block.startswith(begins)]
         read = list(_conversations(line.encode()))
-        assert [weight for _, weight in read] == weights
-        for messages, _ in read:
+        assert [weight for _, weight, _ in read] == weights
+        for messages, _, _ in read:
             assert [each["role"] for each in messages] == ["user", "assistant"]
 
 

@@ -73,6 +73,27 @@ def test_a_system_message_begins_a_conversation(folder, tmp_path) -> None:
     assert found.place(2) == f"{path}, line 3: a conversation"
 
 
+def test_completions_without_marked_answers_train_their_prompts_and_the_log_says_so(
+    folder, tmp_path, caplog
+) -> None:
+    caplog.set_level(logging.WARNING)
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"prompt": "How far?", "completions": ["Very.", "Not at all."]}\n')
+    talks = write_lines(tmp_path / "talks.jsonl", [TALK])
+    said = "each of 2 completions trains its prompt, too"
+    for prompt_format, warns in (("default", False), ("nemotron-nano-v2", False), ("identity", 1)):
+        tokenizer = ChatTokenizer(folder, prompt_format, ends=True)
+        found = read_conversations(str(path), tokenizer)
+        first = found.loss_weights(0, 0, int(found.lengths[0]))
+        assert bool(first[1]) == (said in caplog.text) == warns
+        caplog.clear()
+        read_conversations(talks, tokenizer)
+        assert "completions" not in caplog.text
+    plain = save_tokenizer(tmp_path / "plain", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    read_conversations(str(path), ChatTokenizer(plain, "default", ends=True))
+    assert said in caplog.text
+
+
 def test_completions_are_conversations_with_their_prompt(folder, tmp_path) -> None:
     path = tmp_path / "answers.jsonl"
     lines = [
