@@ -72,8 +72,8 @@ class Batch:
         predictions: what the tokens of this rank predict. The next token itself may be on another
             rank.
         num_targets: predictions of all ranks.
-        num_trained: trained tokens of all documents and rollouts, where one that rollouts share
-            counts for each of them; without trees `num_targets`.
+        num_trained: trained tokens of all documents and rollouts, those with a weight other than 0,
+            where one that rollouts share counts for each of them; without trees `num_targets`.
         handle: names the batch in `core_attention`. It is a number, so that nothing moves it to
             another device.
         plans: a plan for each mask, the same on all ranks.
@@ -96,6 +96,17 @@ class Batch:
     group: dist.ProcessGroup | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that all ranks compute: one that rollouts share counts once."""
+        return int(self.nodes.own_lengths.sum())
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens of all documents and rollouts one by one. Over `num_tokens` it is the factor by
+        which sharing makes them fewer."""
+        return self.nodes.given_tokens
+
+    @property
     def targets(self) -> torch.Tensor:
         """The correct next token of each, or `IGNORED`, int64 `[rows]`.
 
@@ -112,17 +123,22 @@ class Batch:
         found = torch.full_like(self.tokens, IGNORED)
         return found.index_copy(0, self.predictions.rows, self.predictions.targets)
 
-    def log_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+    def log_probabilities(
+        self, logits: torch.Tensor, *, of_predictions: bool = False
+    ) -> torch.Tensor:
         """Returns the log-probability of each prediction, float32 `[predictions]`; differentiable.
 
         Args:
             logits: logits of this rank's tokens, `[rows, vocabulary]`, or with a first dimension
                 of 1.
+            of_predictions: whether the logits are those of `predictions.rows` alone,
+                `[predictions, vocabulary]`, which need less memory: most tokens of prompts predict
+                nothing.
 
         Raises:
-            ValueError: there is not a row for each token of this rank, or the batch's core
-                attention has not run: another one gives wrong logits; or a target is beyond
-                the vocabulary.
+            ValueError: there is not a row for each token or prediction of this rank, or the
+                batch's core attention has not run: another one gives wrong logits; or a target is
+                beyond the vocabulary.
         """
         if not self.progress.attended:
             raise ValueError(
@@ -130,7 +146,10 @@ class Batch:
                 'attn_implementation="distca", or call core_attention in every layer'
             )
         logits = logits.reshape(-1, logits.shape[-1])
-        self._check_count(logits, len(self.tokens), "tokens")
+        if of_predictions:
+            self._check_count(logits, len(self.predictions.rows), "predictions")
+        else:
+            self._check_count(logits, len(self.tokens), "tokens")
         # All ranks' targets, on the CPU: all ranks refuse, and nothing waits for a device.
         targets = self.nodes.predictions[2]
         if len(targets) and int(targets.max()) >= logits.shape[1]:
@@ -138,12 +157,12 @@ class Batch:
                 f"token {int(targets.max())} is trained, but the logits are of "
                 f"{logits.shape[1]} tokens: use the model's own tokenizer"
             )
-        chosen = logits[self.predictions.rows].float()
+        chosen = (logits if of_predictions else logits[self.predictions.rows]).float()
         return -torch.nn.functional.cross_entropy(
             chosen, self.predictions.targets, reduction="none"
         )
 
-    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+    def loss(self, logits: torch.Tensor, *, of_predictions: bool = False) -> torch.Tensor:
         """Returns the sum of this rank's cross-entropies, each times its weight; differentiable.
 
         The sums of all ranks add up to what the rollouts give one by one: the sum of weight times
@@ -152,8 +171,10 @@ class Batch:
 
         Args:
             logits: see `log_probabilities`.
+            of_predictions: likewise.
         """
-        return -(self.log_probabilities(logits) * self.predictions.weights).sum()
+        log = self.log_probabilities(logits, of_predictions=of_predictions)
+        return -(log * self.predictions.weights).sum()
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Puts the values of all ranks together, by document. Collective; it has no gradient.

@@ -115,6 +115,12 @@ class Nodes:
         of_documents = int((predicted == int(self.own_lengths.sum())).sum())
         return of_documents + len(self.trained[0])
 
+    @property
+    def given_tokens(self) -> int:
+        """Tokens of all documents and rollouts, where those that rollouts share count for each."""
+        documents = sum(len(e.tokens) for e in self.documents if isinstance(e, Document))
+        return documents + sum(map(len, self.paths().values()))
+
     def paths(self) -> dict[int, Int64s]:
         """Returns the numbers of the tokens of each rollout, by the rollout's number."""
         return {

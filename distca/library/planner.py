@@ -155,8 +155,9 @@ class Planner:
         The ranks compare their documents in the first batches, and in all from the first trees on.
 
         Args:
-            documents: documents, or their tokens alone, int64 `[tokens]`; rollouts, or trees of
-                `share_prefixes`; or what `collate` made of them before.
+            documents: documents, or their tokens alone, int64 `[tokens]`; rollouts, which share
+                prefixes of 128 tokens or more; trees of `share_prefixes`, for another threshold;
+                or what `collate` made of them before.
 
         Returns:
             This rank's tokens. It may have none where there are fewer tokens than ranks.

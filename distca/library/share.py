@@ -20,7 +20,8 @@ Given = Document | Tree | Rollout | torch.Tensor
 def as_documents(given: Sequence[Given]) -> tuple[Document | Tree, ...]:
     """Makes documents of those that are given as tokens alone, and trees of rollouts.
 
-    Rollouts have the numbers 0, 1 and so on in their order. Their trees are behind all others.
+    Rollouts have the numbers 0, 1 and so on in their order. Their trees, made by `share_prefixes`
+    with its own threshold, are behind all others.
 
     Raises:
         ValueError: see `Document`; or there are no documents.
@@ -58,8 +59,8 @@ def split_packed(
     Args:
         tokens: tokens of all sequences, `[tokens]` or with a first dimension of 1, any integers.
         cu_seqlens: start of each sequence, and the end of the last one, `[sequences + 1]`.
-        weights: a weight for each token, such as a response mask times the advantage; None: all
-            are 1.
+        weights: a weight for each token, such as a response mask; None: all are 1. See `Rollout`
+            for advantages.
 
     Raises:
         ValueError: `cu_seqlens` does not rise from 0 to the number of tokens, a tensor is none or

@@ -30,8 +30,10 @@ class Rollout:
     Attributes:
         tokens: token ids, int64 `[tokens]`, on the CPU.
         weights: factor of the loss of each token, as the token before predicts it, float32
-            `[tokens]`: 0 for a prompt's tokens, which are not predicted then, and an advantage or 1
-            for those of a response. The first one counts for nothing. None: all are 1.
+            `[tokens]`: 0 for a prompt's tokens, which are not predicted then, and 1 for those of a
+            response. The first one counts for nothing. None: all are 1. Multiply losses by
+            advantages yourself, as `examples/rollouts.py` does: a token with an advantage of 0 as
+            its weight has no log-probability and is missing in `Batch.num_trained`.
 
     Raises:
         ValueError: there are no tokens, one is negative, a weight is not finite, weights require

@@ -8,6 +8,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,18 +85,37 @@ def test_recomputed_layers_and_rollouts_of_each_rank(ranks: Any) -> None:
     check(found, alone("llama", "pairs"))
 
 
+@pytest.mark.parametrize(
+    ("family", "mix", "kind"),
+    [
+        ("llama", "odd", "weighted"),
+        ("llama", "long prompt", "weighted"),
+        ("gemma2", "star", "clipped"),
+    ],
+)
+def test_logits_of_predictions_alone(ranks: Any, family: str, mix: str, kind: str) -> None:
+    """Loss and gradients are the same. A rank whose tokens are all of a prompt has no logits."""
+    arguments = family, mix, kind, False, False, True
+    found = ranks.run(train_on_trees, *arguments, world_size=3, timeout=400)
+    check(found, alone(family, mix, kind), one_mask=family == "llama")
+    logits, rows = (np.array([getattr(rank, n) for rank in found]) for n in ("logits", "rows"))
+    assert logits.sum() < rows.sum()
+    assert (logits == 0).any() == (mix == "long prompt")
+
+
 def test_documents_and_trees_in_one_batch(ranks: Any) -> None:
     rollouts = star_of(5)
-    for documents, predicted, message, rows, one_by_one in ranks.run(place_both, world_size=3):
-        assert "several next tokens" in message
-        assert [len(each) for each in documents] == [50, *tree_sizes(rollouts), 70]
+    for found in ranks.run(place_both, world_size=3):
+        assert "several next tokens" in found.message
+        assert [len(each) for each in found.documents] == [50, *tree_sizes(rollouts), 70]
         for number, each in enumerate(rollouts):
             assert each.weights is not None
             weights = torch.cat([torch.zeros(1), each.weights[1:]])
             # What a document before a tree predicts is not the tree's first token.
             expected = torch.where(weights != 0, each.tokens, 0)
-            torch.testing.assert_close(predicted[number], expected)
-        assert rows < one_by_one
+            torch.testing.assert_close(found.predicted[number], expected)
+        assert found.rows < found.one_by_one
+        assert found.counted == (found.rows, found.one_by_one + 50 + 70)
 
 
 def test_numbers_begin_where_they_are_told() -> None:

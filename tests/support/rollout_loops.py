@@ -68,6 +68,12 @@ def odd(made: torch.Generator) -> list[Rollout]:
     return found
 
 
+def long_prompt(made: torch.Generator) -> list[Rollout]:
+    """Short answers to a prompt that is longer than a rank's tokens."""
+    prompt = _tokens(made, 700)
+    return [_rollout((prompt, _tokens(made, 20)), (0.0, sign)) for sign in (1.0, -1.0)]
+
+
 MIXES: dict[str, Callable[[torch.Generator], list[Rollout]]] = {
     "star": star,
     "turns": turns,
@@ -78,7 +84,8 @@ MIXES: dict[str, Callable[[torch.Generator], list[Rollout]]] = {
 
 def rollouts_of(mix: str, step: int) -> list[Rollout]:
     """The rollouts of a step."""
-    return MIXES[mix](torch.Generator().manual_seed(step))
+    of_all = {**MIXES, "long prompt": long_prompt}
+    return of_all[mix](torch.Generator().manual_seed(step))
 
 
 @dataclass
@@ -90,6 +97,7 @@ class Trained:
         gradients: gradients of each step, by parameter.
         log_probabilities: of each step and rollout, `[tokens]`.
         rows: rows that this rank computed in each step.
+        logits: rows of logits that it computed.
         bytes_counted: whether it sent what the plans say.
     """
 
@@ -97,6 +105,7 @@ class Trained:
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     log_probabilities: list[list[torch.Tensor]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    logits: list[int] = field(default_factory=list)
     bytes_counted: bool = False
 
 
@@ -177,8 +186,9 @@ def train_on_trees(
     kind: str = "weighted",
     checkpointing: bool = False,
     own: bool = False,
+    few_logits: bool = False,
 ) -> Trained:
-    """The same steps on trees that the ranks share."""
+    """The same steps on trees that the ranks share; `few_logits` are those that predict."""
     hf.register()
     model, trained = make_model(family, hf.IMPLEMENTATION), Trained()
     model.train()
@@ -195,7 +205,12 @@ def train_on_trees(
             trees = share_documents(rollouts if dist.get_rank() else [])
         batch = planner.place(planner.collate(trees))
         placed.append(batch)
-        log = batch.log_probabilities(model(**hf.inputs_of(batch)).logits)
+        inputs = hf.inputs_of(batch)
+        if few_logits:
+            inputs["logits_to_keep"] = batch.predictions.rows
+        logits = model(**inputs).logits
+        trained.logits.append(logits.shape[1])
+        log = batch.log_probabilities(logits, of_predictions=few_logits)
         if kind == "clipped":
             entries = batch.rollout_tokens()
             loss = _clipped(log[entries.prediction], entries.rollout, entries.position)
@@ -203,7 +218,7 @@ def train_on_trees(
             # The same on all ranks. Each has a part of the gradient.
             loss = _dpo(batch.sum_rollouts(log))
         else:
-            loss = -(log * batch.predictions.weights).sum() / _divisor(rollouts)
+            loss = batch.loss(logits, of_predictions=few_logits) / _divisor(rollouts)
         loss.backward()
         whole = loss.detach().clone()
         if kind != "dpo":
@@ -223,9 +238,29 @@ def train_on_trees(
     return trained
 
 
-def place_both() -> tuple[list[torch.Tensor], dict[int, torch.Tensor], str, int, int]:
-    """Documents and trees in one micro-batch: tokens by document, predicted tokens by rollout, what
-    `targets` says, and tokens on all ranks and of all rollouts."""
+@dataclass
+class Both:
+    """What a micro-batch of documents and trees gives.
+
+    Attributes:
+        documents: tokens by document.
+        predicted: predicted tokens by rollout.
+        message: what `targets` says.
+        counted: tokens that the batch counts, as trees and one by one.
+        rows: tokens on all ranks.
+        one_by_one: tokens of all rollouts.
+    """
+
+    documents: list[torch.Tensor]
+    predicted: dict[int, torch.Tensor]
+    message: str
+    counted: tuple[int, int]
+    rows: int
+    one_by_one: int
+
+
+def place_both() -> Both:
+    """Documents and trees in one micro-batch."""
     planner = Planner(hf_shape(), block=BLOCK)
     made = torch.Generator().manual_seed(5)
     rollouts = star(made)
@@ -241,7 +276,9 @@ def place_both() -> tuple[list[torch.Tensor], dict[int, torch.Tensor], str, int,
     planner.close()
     total = torch.tensor(len(batch.tokens))
     dist.all_reduce(total)
-    return found, predicted, message, int(total), sum(len(each.tokens) for each in rollouts)
+    counted = batch.num_tokens, batch.num_given_tokens
+    one_by_one = sum(len(each.tokens) for each in rollouts)
+    return Both(found, predicted, message, counted, int(total), one_by_one)
 
 
 def place_beyond_memory() -> list[str]:
