@@ -106,6 +106,10 @@ def _masks_of(config: Any) -> tuple[Mask, ...]:
     return tuple(mask for kind, mask in masks.items() if kind in kinds)
 
 
+class _NoTensorError(AttributeError, ValueError):
+    """What stands for the mask has no shape: so `hasattr` says that, too."""
+
+
 @dataclass(frozen=True)
 class _NoMask:
     """Stands for a mask, which transformers do not look at if a model has our implementation."""
@@ -115,10 +119,11 @@ class _NoMask:
         """Dimensions, which others look at first.
 
         Raises:
-            ValueError: always.
+            ValueError: always; it is an `AttributeError`, too.
         """
-        raise ValueError(
-            "this model has another attention, which would mix a batch's documents: make it with "
+        raise _NoTensorError(
+            "the attention_mask of inputs_of is no tensor, and has no shape. A model that looks at "
+            "it has another attention, which would mix a batch's documents: make it with "
             'attn_implementation="distca", and give each model a config of its own'
         )
 
@@ -129,8 +134,8 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
     """Returns the arguments of a causal language model for this rank's tokens, `[1, rows]` each.
 
     The loss that the model then returns is divided by the targets of all ranks. With trees there
-    are no labels: give the model's logits to `Batch.loss`. A model with another
-    `attn_implementation` raises a `ValueError`.
+    are no labels: give the model's logits to `Batch.loss`. The `attention_mask` is no tensor: a
+    model with another `attn_implementation` looks at it, and raises a `ValueError`.
     """
     arguments = {
         "input_ids": batch.tokens[None],

@@ -28,6 +28,9 @@ def test_models_with_another_attention_refuse_batches(ranks: Any) -> None:
     """A model that is made of the policy's config changes the policy's attention, too."""
     for found in ranks.run(with_other_attention, world_size=2):
         assert found.pop("policy") == "no error"
+        assert found.pop("has a shape") == "False"
+        assert "attention_mask of inputs_of is no tensor, and has no" in found.pop("shape")
+        assert "values are given for" in found.pop("logits of tokens")
         assert "trained, but the logits are of 5 tokens" in found.pop("vocabulary")
         for name in ("whole values", "rows of values"):
             assert "give floating-point numbers of one dimension" in found.pop(name)

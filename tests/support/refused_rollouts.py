@@ -42,8 +42,12 @@ def with_other_attention() -> dict[str, str]:
     zeros = torch.zeros(len(unattended.tokens), SIZES["vocab_size"])
     attended = planner.place(given["rollouts"])
     policy(**hf.inputs_of(attended))
+    mask = hf.inputs_of(attended)["attention_mask"]
     values = torch.zeros(len(attended.predictions.rows))
     found = {
+        "has a shape": str(hasattr(mask, "shape") or hasattr(mask, "ndim")),
+        "shape": message_of(lambda: mask.shape),
+        "logits of tokens": message_of(lambda: attended.loss(zeros, of_predictions=True)),
         "vocabulary": message_of(lambda: attended.loss(zeros[:, :5])),
         "whole values": message_of(lambda: attended.sum_rollouts(values.long())),
         "rows of values": message_of(lambda: attended.sum_rollouts(values[:, None])),
