@@ -131,6 +131,8 @@ BLOCKS = {
     "from megatron_patches.megatron_lm import": "test_megatron_lm.py",
     "import torch\n    from distca.inference import": "test_llm.py runs it",
     "from distca.library import": "support/library_loops.py makes these calls",
+    "log = batch.log_probabilities": "test_documented_losses.py runs it",
+    "policy = batch.sum_rollouts": "test_documented_losses.py runs it",
     "pretrain = with_distca(pretrain, documents": "test_megatron_lm.py",
     '{"messages": [': "test_the_lines_of_conversations",
     '{"prompt": "How far': "test_the_lines_of_conversations",
