@@ -15,6 +15,7 @@ plan without its exchanges; what ranks would receive is zeros.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import statistics
 import sys
@@ -41,12 +42,12 @@ from distca.progress import progress
 from distca.transport import Channel, MessageSizes, Pending, Signal
 
 WAYS = ("one by one", "whole trees", "shared out", "unsent", "alone")
-_NARROW = 128
-"""Width of a model that is measured in all ways. Wider ones are compared with the ideal alone."""
+_WIDTH = 128
+"""Width of the model."""
 _VOCABULARY, _LAYERS, _HEADS, _KV_HEADS = 512, 2, 8, 2
 _TOLERANCE = 0.02
 _LINEAR_PAIRS = 400
-"""Visible pairs that take about as long as the other work on a token of the narrowest model."""
+"""Visible pairs that take about as long as the other work on a token of the model."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +183,14 @@ def whole_trees(trees: Sequence[Tree], ranks: int) -> list[list[Tree]]:
     return given
 
 
-def _model(width: int) -> Any:
+def _model() -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
-        hidden_size=width,
-        intermediate_size=2 * width,
+        hidden_size=_WIDTH,
+        intermediate_size=2 * _WIDTH,
         num_hidden_layers=_LAYERS,
         num_attention_heads=_HEADS,
         num_key_value_heads=_KV_HEADS,
@@ -204,16 +205,12 @@ class Job:
 
     Attributes:
         ranks: number of processes.
-        width: width of the model.
-        ways: ways, of `WAYS`.
         mixes: names of mixes.
         rounds: rounds that count; one before them warms up.
         seed: seed of the rollouts.
     """
 
     ranks: int
-    width: int
-    ways: tuple[str, ...]
     mixes: tuple[str, ...]
     rounds: int
     seed: int
@@ -225,7 +222,7 @@ def _measure(rank: int, job: Job, port: int, found: Any) -> None:
     address = f"tcp://localhost:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.ranks)
     hugging_face.register()
-    model = _model(job.width)
+    model = _model()
     arguments = hugging_face.planner_arguments(model.config, torch.float32)
     alone = [dist.new_group([each]) for each in range(job.ranks)][rank]
     together = Planner(**arguments, tolerance=_TOLERANCE)
@@ -244,8 +241,8 @@ def _measure(rank: int, job: Job, port: int, found: Any) -> None:
             "alone": (by_itself, by_itself.collate(trees)),
         }
         for number in range(job.rounds + 1):
-            turn = number % len(job.ways)
-            for way in job.ways[turn:] + job.ways[:turn]:
+            turn = number % len(WAYS)
+            for way in WAYS[turn:] + WAYS[:turn]:
                 planner, planned = given[way]
                 batch = None if planned is None else planner.place(planned)
                 before = sum(planner.bytes_sent.values())
@@ -284,7 +281,7 @@ def measure(job: Job) -> list[Case]:
     for mix, way in of_ranks[0]:
         tokens, sent, seconds = zip(*(of_ranks[n][mix, way] for n in range(job.ranks)), strict=True)
         of_way = tuple(map(tuple, seconds))
-        cases.append(Case(mix, way, job.ranks, job.width, sum(tokens), max(sent), of_way))
+        cases.append(Case(mix, way, job.ranks, _WIDTH, sum(tokens), max(sent), of_way))
     return cases
 
 
@@ -293,64 +290,83 @@ def _share(alone: Case, case: Case) -> float:
     return alone.ideal / case.busiest
 
 
-def page(cases: Sequence[Case], command: str, run: str) -> str:
+def _lengths(seed: int) -> str:
+    """Says what the mixes are, with the lengths of a seed."""
+    random = np.random.default_rng
+    (prompt,) = share_prefixes(one_prompt(random(seed)))
+    trees = share_prefixes(six_prompts(random(seed)))
+    roots = [len(tree.nodes[0]) for tree in trees if len(tree.nodes) > 1]
+    answers = [len(node) for tree in trees for node in tree.nodes[1:]]
+    talk = [len(each.tokens) for each in conversation(random(seed))]
+    return (
+        f"*One prompt*: {len(prompt.nodes[0]):,} tokens with {len(prompt.nodes) - 1} responses of "
+        f"{len(prompt.nodes[1])}. *Six prompts*: of {min(roots):,} to {max(roots):,} tokens, "
+        f"each with 8 responses of {min(answers):,} to {max(answers):,}. "
+        f"*Conversation*: {len(talk)} rollouts of {min(talk):,} to {max(talk):,} tokens, four "
+        "answers in each of six turns; the next turn goes on from the first one."
+    )
+
+
+def page(cases: Sequence[Case], command: str, seed: int) -> str:
     """Formats the page.
 
     Args:
         cases: figures of all ways.
-        command: what made it.
-        run: date and commit of the run that measured.
+        command: what measured them.
+        seed: seed of the rollouts.
     """
-    of = {(case.mix, case.way, case.ranks, case.width): case for case in cases}
+    of = {(case.mix, case.way, case.ranks): case for case in cases}
     rows = []
-    for (mix, way, ranks, width), case in of.items():
+    for (mix, way, ranks), case in of.items():
         if way != "shared out":
             continue
-        alone, unsent = (of[mix, each, ranks, width] for each in ("alone", "unsent"))
+        apart, whole, alone, unsent = (
+            of[mix, each, ranks] for each in ("one by one", "whole trees", "alone", "unsent")
+        )
         by_round = [_share(*each) for each in zip(alone.rounds(), case.rounds(), strict=True)]
-        others: list[str] = ["", "", "", ""]
-        if width <= _NARROW:
-            apart, whole = (of[mix, each, ranks, width].busiest for each in WAYS[:2])
-            seconds, shared = (apart, whole), case.busiest
-            others = [f"{each:.2f}" for each in (*seconds, *(each / shared for each in seconds))]
         rows.append(
             (
-                *(width, mix, ranks, f"{case.tokens:,}", *others[:2], f"{case.busiest:.2f}"),
+                *(mix, ranks, f"{case.tokens:,}", f"{apart.tokens / case.tokens:.2f}"),
+                *(f"{each.busiest:.2f}" for each in (apart, whole, case)),
                 f"{alone.ideal:.2f}",
-                *others[2:],
+                *(f"{each.busiest / case.busiest:.2f}" for each in (apart, whole)),
                 f"{_share(alone, case):.2f} ({min(by_round):.2f} to {max(by_round):.2f})",
                 f"{_share(alone, unsent):.2f}",
                 f"{case.sent / 1e6:.1f}",
             )
         )
     head = (
-        *("width", "rollouts", "ranks", "tokens of trees", "one by one", "whole trees"),
-        *("shared out", "ideal", "one by one over shared out", "whole trees over shared out"),
+        *("rollouts", "ranks", "tokens of trees", "tokens one by one over those of trees"),
+        *("one by one", "whole trees", "shared out", "ideal"),
+        *("one by one over shared out", "whole trees over shared out"),
         *("of the ideal", "of the ideal, nothing sent", "MB sent"),
     )
     rounds = " or ".join(map(str, sorted({len(case.seconds[0]) for case in cases})))
     return (
         "# Rollouts that share tokens\n\n"
         f"`{command}`: CPU seconds of the busiest rank in a step, forward and backward, medians of "
-        f"{rounds} rounds, of a Llama with {_LAYERS} layers, {_HEADS} heads, {_KV_HEADS} of keys, "
-        f"on {cpu_name()}, torch {torch.__version__}. *Ideal*: what one rank takes for all trees, "
+        f"{rounds} rounds, of a Llama of width {_WIDTH} with {_LAYERS} layers, {_HEADS} heads, "
+        f"{_KV_HEADS} of keys, on {cpu_name()}, torch {torch.__version__}. {_lengths(seed)}\n\n"
+        "*Ideal*: what one rank takes for all trees, "
         "over the number of ranks. All ranks do this at once, in the same rounds, since processes "
         "slow each other down. In brackets the least and the greatest share of the ideal of any "
-        "round. *Nothing sent*: the same plan without exchanges. What is missing there to 1 is "
+        "round. *Nothing sent*: the same plan without exchanges. Below 1, the loss is from "
         "uneven work, smaller kernel calls, merges, and copies of keys. The rest is exchanges: "
         "processes of one machine spend CPU seconds on them, also on polling while a rank waits. "
-        f"*MB sent*: by the rank that sends most. Only width {_NARROW} has one by one and whole "
-        "trees.\n\n"
-        + pages.table(head, rows)
-        + f"\n\nMeasured on {run}. The line below dates this table."
+        "*MB sent*: by the rank that sends most.\n\n" + pages.table(head, rows)
     )
+
+
+def _run_of(text: str) -> str:
+    """Returns the date and the commit of the run that measured a page's figures."""
+    found = re.search(r"^Measured on (.*?); the line below", text, re.MULTILINE)
+    return sources.run_of(text) if found is None else found.group(1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, and writes the page."""
     parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--widths", type=int, nargs="+", default=[_NARROW], metavar="N")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=[*MIXES])
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
@@ -360,16 +376,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     cases: list[Case] = []
-    runs = [sources.run_of(sources.provenance())]
+    runs: list[str] = []
     if args.earlier is not None:
-        runs = [sources.run_of((each / "rollouts.md").read_text()) for each in args.earlier]
+        runs = [_run_of((each / "rollouts.md").read_text()) for each in args.earlier]
         for folder in args.earlier:
             for each in json.loads((folder / "rollouts.json").read_text()):
                 cases.append(Case(**{**each, "seconds": tuple(map(tuple, each["seconds"]))}))
     mixes = tuple(dict.fromkeys(args.mixes))
     jobs = [
-        Job(ranks, width, WAYS if width <= _NARROW else WAYS[2:], mixes, args.rounds, args.seed)
-        for width in dict.fromkeys(args.widths)
+        Job(ranks, mixes, args.rounds, args.seed)
         for ranks in dict.fromkeys(args.ranks)
         if args.earlier is None
     ]
@@ -377,8 +392,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for job in jobs:
             cases += measure(job)
             shown.update()
-    run = " and ".join(dict.fromkeys(runs))
-    text = page(cases, pages.typed("benchmarks/training/rollouts.py"), run)
+    command = pages.typed("benchmarks/training/rollouts.py")
+    text = page(cases, command.replace(" --earlier DIR ...", ""), args.seed)
+    if runs:
+        text += (
+            f"\n\nMeasured on {' and '.join(dict.fromkeys(runs))}; the line below says when this "
+            "table was written."
+        )
     pages.save(args.output, "rollouts", text, __file__, [asdict(case) for case in cases])
 
 

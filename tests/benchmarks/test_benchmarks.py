@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import sources
 from benchmarks.kernels.layer import idle_share
 from benchmarks.training.run import steps_lengths
 from benchmarks.training.setting import (
@@ -119,7 +120,19 @@ def test_rollouts(tmp_path) -> None:
     sent = {case["way"]: case["sent"] for case in found}
     assert sent["shared out"] > 0
     assert sent["unsent"] == sent["whole trees"] == sent["alone"] == 0
-    assert "| 128 | one prompt | 2 | 6,144 |" in (tmp_path / "rollouts.md").read_text()
+    text = (tmp_path / "rollouts.md").read_text()
+    assert "| one prompt | 2 | 6,144 | 3.33 |" in text
+    assert "*One prompt*: 2,048 tokens with 8 responses of 512. *Six prompts*: of 318 to" in text
+    assert "Measured on" not in text
+    # Written anew, it says which run measured.
+    again = tmp_path / "again"
+    for earlier in (tmp_path, again):
+        run("training/rollouts", again, "--earlier", str(earlier))
+        newer = (again / "rollouts.md").read_text()
+        assert f"Measured on {sources.run_of(text)}; the line below" in newer
+        assert newer.split("\n\nMeasured")[0] == text.split("\n\n*Made")[0].replace(
+            f" --ranks 2 --rounds 1 --mixes '{mix}'", ""
+        )
 
 
 def test_more_ranks(tmp_path) -> None:
