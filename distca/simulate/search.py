@@ -56,9 +56,8 @@ _CLOSE = 1.01
 _COMPARED, _SWEPT = 0.5, 0.7
 """Share of a search's time until its first rounds are over, and variants of the best, about."""
 _SURE = 8
-"""Batches that tell the range of a ratio. Long documents are in few batches, so that 4 of 2
-sequences may all lie on one side: two layouts of WLB-LLM at 512K had 1.050 there, and 0.963 over
-24."""
+"""Batches that tell the range of a ratio. Long documents are in few of them: two layouts of WLB-LLM
+at 512K had 1.050 in 4 batches of 2 sequences, and 0.963 in 24."""
 
 
 def find_best(
@@ -307,15 +306,15 @@ class _Search:
         return first[number - 1] if len(first) >= number else np.inf
 
     def _least(self, candidate: Candidate) -> float:
-        """Returns seconds that a configuration takes at least in the first round.
+        """Returns seconds that a configuration takes at least in the first round."""
+        return max(self._ideal(candidate), self.bound(candidate))
 
-        An `estimate` is no bound, as idle stages may take more than their share of a tick.
-        """
-        seconds = self.bound(candidate)
-        if candidate.system in DISTCA_SYSTEMS and candidate.stages > 1:
-            first = self.batches[: self._first]
-            return max(seconds, sum(estimate(candidate, self.workload, each) for each in first))
-        return seconds
+    def _ideal(self, candidate: Candidate) -> float:
+        """Returns the `estimate` of a pipeline with `--distca` in the first round; else 0.0. It is
+        no bound, as idle stages may take more than their share of a tick."""
+        if candidate.system not in DISTCA_SYSTEMS or candidate.stages == 1:
+            return 0.0
+        return sum(estimate(candidate, self.workload, e) for e in self.batches[: self._first])
 
     def _promised(self, candidate: Candidate) -> float:
         """Returns seconds that a configuration promises, by two of many ticks."""
@@ -422,13 +421,14 @@ class _Search:
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps.
 
-        Where the first round has one batch, variants that are clearly slower in it run no others.
-        Where that batch alone chooses, among many server pools or ticks, a few of these tell which
-        variant is fastest.
+        Variants that are clearly slower in a first round of one batch run no others. Where that
+        batch alone chooses, parts of iterations tell which variant is fastest.
         """
         first, count = self._first, self._compared_batches
         for variants, worth_it in self.effort.sweeps:
+            most = _NEAR * self._seconds(best, first) if best in self.trials else np.inf
             tried = variants(best, self.workload)
+            tried = [c for c in tried if c.pool_size is None or self._ideal(c) <= most]
             if chosen := self._stand_ins.best([best, *tried], worth_it):
                 best = chosen
                 continue

@@ -12,7 +12,7 @@ from distca.simulate.advice import Extent
 from distca.simulate.bounds import Bounds
 from distca.simulate.effort import Effort
 from distca.simulate.search import _Search
-from distca.simulate.space import least_memory, pooled_pipelines
+from distca.simulate.space import estimate, least_memory, pooled_pipelines
 from distca.simulate.stand_ins import StandIns
 from distca.simulate.trials import Trial, Trials
 from support.simulated_jobs import JOB, JOBS, batch
@@ -98,3 +98,29 @@ def test_what_needs_more_than_its_parts_has_a_few_more_micro_batches(
     search.trials[other] = [Trial(True, 2.0, 1, 1.0, 0.0, 0.0)]
     assert search.in_all_batches(chosen) == replace(chosen, micro_batches=117)
     assert ran[:3] == [100, 108, 117]
+
+
+def test_pipelines_that_cannot_be_as_fast_do_not_run() -> None:
+    """Not even in parts: an ideal iteration of theirs takes longer than the best one."""
+    documents = batch(0)
+    best = Candidate("tiles", 2, 1, 4, 1, 4)
+    # A pipeline of four stages is idle for most of as many micro-batches.
+    able, idle = (
+        Candidate("tiles", 1, stages, 8 // stages, 1, 4, pool_size=8 // stages) for stages in (2, 4)
+    )
+    ideal = {each: estimate(each, JOB, documents) for each in (able, idle)}
+    known = {best: 0.99 * ideal[idle], able: ideal[able]}
+    assert Bounds(JOB, documents).seconds(idle) < known[best]
+    assert known[able] < known[best]
+    ran: list[Candidate] = []
+
+    def evaluate(
+        some: Sequence[Candidate], count: int, *, parts: bool = False
+    ) -> dict[Candidate, list[Trial]]:
+        ran.extend(some)
+        return {each: [Trial(True, known[each], 1, 1.0, 0.0, 0.0)] * count for each in some}
+
+    effort = Effort(1, 1, 1, 1, None, [(lambda *_: [able, idle], 1.0)])
+    search = _Search(JOB, [documents], evaluate, effort, [best], [Bounds(JOB, documents)])
+    assert search.sweep(*search.next_best()) == able
+    assert {*ran} == {best, able}
