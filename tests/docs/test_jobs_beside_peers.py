@@ -46,4 +46,4 @@ def test_jobs_beside_peers() -> None:
         f"{of_all}, {geometric_mean(ratios):.3f} in the geometric mean, and slower in {behind}."
         in index
     )
-    assert f"in {len(ratios)}. There it is {of_all}, and slower in {behind} ([drawn" in readme
+    assert f"in {len(ratios)}. In those it is {of_all}, and slower in {behind} ([drawn" in readme

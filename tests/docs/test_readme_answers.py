@@ -36,6 +36,6 @@ def test_both_pages_say_the_same_of_faster_kernels() -> None:
     assert len(found) == 1
     over_megatron, over_wlb_llm = found[0]
     assert (
-        "with `--attention-tflops 640`, near FlashAttention 3's, they are "
+        "with `--attention-tflops 640`, near FlashAttention 3's, the two ratios are "
         f"{over_megatron} and {over_wlb_llm}."
     ) in words_of("README.md")
