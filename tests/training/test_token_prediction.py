@@ -18,6 +18,8 @@ from support.whole_runs import RunSeen, whole_run, write_documents
 
 pytestmark = pytest.mark.skipif(not PREDICTS_TOKENS, reason="not covered in this version")
 
+full = pytest.mark.full
+
 # Windows of 512 tokens. A one-token document, two-token ones, one that spans both ranks.
 LENGTHS = [1, 200, 2, 2, 150, 157, 512, 400, 112, *[64] * 8] * 2
 PLAIN = "--seq-length 512 --micro-batch-size 4 --global-batch-size 4".split()
@@ -65,21 +67,25 @@ TP2, PP2 = (f"{WHOLE} --{kind}-model-parallel-size 2" for kind in ("tensor", "pi
     ("model", "flags"),
     [
         (ONE, HALVES),
-        (TWO, f"{HALVES} --distca-scheduler greedy --distca-backward keep {WHOLE_NANO}"),
+        pytest.param(
+            TWO,
+            f"{HALVES} --distca-scheduler greedy --distca-backward keep {WHOLE_NANO}",
+            marks=full,
+        ),
         (f"{TWO} --mtp-use-repeated-layer", HALVES),
-        (f"{TWO} --mtp-detach-heads", HALVES),
-        (ONE, f"{HALVES} {RECOMPUTE}"),
+        pytest.param(f"{TWO} --mtp-detach-heads", HALVES, marks=full),
+        pytest.param(ONE, f"{HALVES} {RECOMPUTE}", marks=full),
         (TWO, "--seq-length 128 --global-batch-size 16 --distca-chain 2"),
-        (ONE, TP2),
+        pytest.param(ONE, TP2, marks=full),
         (TWO, f"{TP2} --sequence-parallel"),
         (TWO, PP2),
         (ONE, f"{PP2} {WHOLE_NANO} {RECOMPUTE}"),
         (TWO, f"{HALVES} --distca-head-parallel-size 2"),
         (LATENT, f"{HALVES} --distca-latent-rows on"),
-        (LATENT, f"{PP2} --no-distca-pool-stages --distca-latent-rows on"),
+        pytest.param(LATENT, f"{PP2} --no-distca-pool-stages --distca-latent-rows on", marks=full),
         (EXPERTS, f"{HALVES} --expert-model-parallel-size 2"),
-        (EXPERTS, HALVES),
-        (WINDOWS, HALVES),
+        pytest.param(EXPERTS, HALVES, marks=full),
+        pytest.param(WINDOWS, HALVES, marks=full),
         (WINDOWS, PP2),
     ],
 )
@@ -92,9 +98,11 @@ def test_losses_gradients_and_bytes(ranks, model: str, flags: str) -> None:
     [
         (4, f"{HALVES} --pipeline-model-parallel-size 2"),
         (3, f"{HALVES} --distca-servers dedicated:1"),
-        (3, f"{PP2} --distca-servers dedicated:1 {WHOLE_NANO}"),
+        pytest.param(3, f"{PP2} --distca-servers dedicated:1 {WHOLE_NANO}", marks=full),
         (2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4"),
-        (4, f"{HALVES} --pipeline-model-parallel-size 2 --no-distca-pool-stages"),
+        pytest.param(
+            4, f"{HALVES} --pipeline-model-parallel-size 2 --no-distca-pool-stages", marks=full
+        ),
     ],
 )
 def test_pipelines_and_servers(ranks, world_size: int, flags: str) -> None:
