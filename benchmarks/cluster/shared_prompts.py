@@ -32,7 +32,8 @@ from distca.cost.model_sizes import MODELS
 from distca.plan.span import Int64s
 from distca.progress import track
 from distca.simulate import CLUSTERS, PUBLISHED, Breakdown, Workload
-from distca.simulate.rollouts import Group, draw_groups, layouts, least_memory, one_by_one
+from distca.simulate.groups import Group, draw_groups
+from distca.simulate.rollouts import layouts, least_memory, one_by_one
 
 MODEL, CLUSTER = "llama-8b", "dgx-h200"
 SIZES = (

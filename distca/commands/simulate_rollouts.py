@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from distca.commands.command_line import Parser
 from distca.commands.described import (
@@ -29,12 +31,11 @@ from distca.plan.paths import LEAST_SHARED
 from distca.plan.span import Int64s
 from distca.progress import progress
 from distca.simulate import MEGATRON, Breakdown, Choice, Outcome, Workload, advise
+from distca.simulate.groups import Group, draw_from, draw_groups, read_groups
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.rollouts import (
-    Group,
     TreeLayout,
     break_down_trees,
-    draw_groups,
     layouts,
     least_memory,
     least_seconds,
@@ -55,8 +56,10 @@ computed once and spread over all ranks, whole trees on groups of ranks, and rol
 Iterations are simulated. Nothing is trained, and no GPU is needed.
 """
 _EXAMPLES = """\
-example:
+examples:
   distca simulate rollouts --prompt 65536 --responses 16 --response 8192 --groups 32 \\
+      --model llama-8b --cluster dgx-h200 --gpus 64
+  distca simulate rollouts --lengths rollouts.jsonl --groups 32 \\
       --model llama-8b --cluster dgx-h200 --gpus 64
 
 Rollouts one by one are packed in sequences and simulated as `distca simulate` does, in the best
@@ -76,8 +79,11 @@ _NUMBERS = {
     "prompt": "Tokens of a prompt, on average.",
     "responses": "Responses to each prompt.",
     "response": "Tokens of a response, on average.",
-    "groups": "Prompts of a global batch.",
+    "groups": "Prompts of a global batch. With --lengths by default all of the file.",
 }
+_DRAWN = ("prompt", "responses", "response")
+"""Numbers that a file of lengths replaces."""
+_SPREAD = 0.5
 
 
 @dataclass(frozen=True)
@@ -106,14 +112,21 @@ def build_parser() -> Parser:
     parser = Parser("simulate rollouts", _DESCRIPTION, _EXAMPLES)
     rollouts = parser.add_argument_group("rollouts")
     for name, what in _NUMBERS.items():
-        rollouts.add_argument(flag_of(name), type=int, required=True, metavar="N", help=what)
+        rollouts.add_argument(flag_of(name), type=int, metavar="N", help=what)
+    rollouts.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="Measured lengths, instead of --prompt, --responses and --response: a JSON object for "
+        'each prompt, one a line or all in a list, such as {"prompt": 4096, "responses": [512, '
+        "730]}. Batches are drawn from them.",
+    )
     rollouts.add_argument(
         "--spread",
         type=float,
-        default=0.5,
         metavar="X",
         help="How much lengths differ: the standard deviation of their logarithm. 0: all are "
-        "equal. Default: 0.5.",
+        "equal. Default: 0.5. Not with --lengths.",
     )
     rollouts.add_argument(
         "--least",
@@ -124,7 +137,10 @@ def build_parser() -> Parser:
         f"{LEAST_SHARED}, which --distca-share-prefixes has.",
     )
     rollouts.add_argument(
-        "--batches", type=int, default=3, metavar="N", help="Global batches. Default: 3."
+        "--batches",
+        type=int,
+        metavar="N",
+        help="Global batches. Default: 3; 1 if each has all prompts of --lengths.",
     )
     rollouts.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Another seed draws other lengths."
@@ -160,22 +176,22 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     args = build_parser().parse(argv)
     for name in (*_NUMBERS, "least", "gpus", "batches"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{flag_of(name)} {getattr(args, name)}: give at least 1")
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise ValueError(f"{flag_of(name)} {number}: give at least 1")
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
     if min(args.tensor_model_parallel_sizes) < 1:
         raise ValueError("--tensor-model-parallel-sizes: every size must be at least 1")
     cluster = cluster_of(args)
     check_gpus(args.gpus, cluster)
-    numbers = (args.prompt, args.responses, args.response, args.groups, args.spread)
-    batches = [draw_groups(*numbers, args.seed + n) for n in range(args.batches)]
+    batches = _batches(args)
     context, packed = one_by_one(batches, args.gpus)
     workload = Workload(model_of(args), cluster, args.gpus, context, len(packed[0]), _TOLERANCE)
     if workload.model.experts is not None:
         raise ValueError("models with experts are not simulated on rollouts: give another --model")
     sizes, systems = once(args.tensor_model_parallel_sizes), once(args.systems)
-    rollouts = args.groups * args.responses
+    rollouts = max(sum(len(group.rollouts) for group in groups) for groups in batches)
     if rollouts > _MANY:
         sys.stderr.write(
             f"distca simulate rollouts: {rollouts:,} rollouts in a batch take many minutes to "
@@ -193,6 +209,30 @@ def main(argv: list[str]) -> int:
     else:
         sys.stdout.write(_report(rows, unfit, batches, workload, args.least) + "\n")
     return 0
+
+
+def _batches(args: argparse.Namespace) -> list[list[Group]]:
+    """Returns the groups of each global batch, drawn from numbers or from a file.
+
+    Raises:
+        ValueError: flags are missing or contradict each other, or the file is none of groups.
+    """
+    given = [flag_of(name) for name in _DRAWN if getattr(args, name) is not None]
+    if args.lengths is not None:
+        if args.spread is not None:
+            given.append("--spread")
+        if given:
+            raise ValueError(f"--lengths FILE has the lengths: leave out {', '.join(given)}")
+        known = read_groups(args.lengths)
+        batches = args.batches or (3 if args.groups else 1)
+        return draw_from(known, args.groups or len(known), batches, args.seed)
+    names = (*_DRAWN, "groups")
+    missing = [flag_of(name) for name in names if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"give {', '.join(missing)}, or --lengths FILE with measured lengths")
+    numbers = (args.prompt, args.responses, args.response, args.groups)
+    spread = _SPREAD if args.spread is None else args.spread
+    return [draw_groups(*numbers, spread, args.seed + n) for n in range(args.batches or 3)]
 
 
 def compare(
@@ -366,8 +406,8 @@ def _report(
     lines = [
         _answer(trees, apart) if held < sum(tokens) else _NOTHING_SHARED.format(least=least),
         f"{counted(workload.gpus, 'GPU')} of {cluster.name}, "
-        f"{counted(len(batches[0]), 'prompt')} with "
-        f"{counted(len(batches[0][0].responses), 'response')} each, {mean:,.0f} tokens one by one, "
+        f"{counted(len(batches[0]), 'prompt')} with {_responses(batches)} each, "
+        f"{mean:,.0f} tokens one by one, "
         f"{held / len(batches):,.0f} as trees,\n{len(batches)} batch(es); simulated, not measured",
         f"{'':48}{'tokens/s':>12}{'s':>9}{'GB a GPU':>10}{'idle':>7}  "
         f"{'first row over it':24}configuration",
@@ -392,6 +432,13 @@ def _report(
         charged_line(cluster.charges),
     ]
     return "\n".join(lines)
+
+
+def _responses(batches: Sequence[Sequence[Group]]) -> str:
+    """Says how many responses prompts have."""
+    numbers = {len(group.responses) for groups in batches for group in groups}
+    fewest, most = min(numbers), max(numbers)
+    return counted(most, "response") if fewest == most else f"{fewest} to {most} responses"
 
 
 def _seconds(seconds: float) -> str:

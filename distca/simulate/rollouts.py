@@ -29,6 +29,7 @@ from distca.schedule import (
 from distca.simulate.breakdown import Breakdown, in_parts
 from distca.simulate.costs import ModelCosts
 from distca.simulate.disaggregated import simulate_ticks
+from distca.simulate.groups import Group
 from distca.simulate.layer_mean import LayerMean
 from distca.simulate.outcome import Outcome
 from distca.simulate.workload import Candidate, Workload, token_pairs
@@ -41,77 +42,6 @@ _FILLER = 256
 """Tokens of the documents that fill sequences up: so few have hardly any attention."""
 _MOST_FILLERS = 4096
 """Documents that fill a sequence up at most; where it lacks more tokens they are longer."""
-_MOST_SPREAD = 3.0
-_MOST_TOKENS, _MOST_ROLLOUTS = 1 << 27, 1 << 20
-"""Tokens of a rollout and rollouts of a batch at most: pairs stay within 64 bits, and lists within
-memory."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rollouts of one prompt.
-
-    Attributes:
-        prompt: tokens of the prompt.
-        responses: tokens of each response; none: the prompt is a rollout by itself.
-    """
-
-    prompt: int
-    responses: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the tree, which has each once."""
-        return self.prompt + sum(self.responses)
-
-    @property
-    def rollouts(self) -> list[int]:
-        """Tokens of each rollout."""
-        return [self.prompt + each for each in self.responses or (0,)]
-
-
-def draw_groups(
-    prompt: int, responses: int, response: int, groups: int, spread: float = 0.0, seed: int = 0
-) -> list[Group]:
-    """Draws groups whose lengths are log-normal.
-
-    Args:
-        prompt: tokens of a prompt, on average.
-        responses: responses to each prompt.
-        response: tokens of a response, on average.
-        groups: number of groups.
-        spread: standard deviation of the logarithm of lengths; 0: all are equal.
-        seed: another seed draws other lengths.
-
-    Raises:
-        ValueError: a number is out of range, or a rollout is too long.
-    """
-    numbers = {"prompt": prompt, "responses": responses, "response": response, "groups": groups}
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} {number}: give at least 1")
-    if groups * responses > _MOST_ROLLOUTS:
-        raise ValueError(f"{groups * responses:,} rollouts: give at most {_MOST_ROLLOUTS:,}")
-    too_long = f"rollouts have more than {_MOST_TOKENS:,} tokens: give less"
-    if prompt + response > _MOST_TOKENS:
-        raise ValueError(too_long)
-    if not 0 <= spread <= _MOST_SPREAD:
-        raise ValueError(f"spread {spread}: give 0 to {_MOST_SPREAD:g}")
-    random = np.random.default_rng(seed)
-
-    def lengths(mean: int, count: int) -> list[int]:
-        factors = np.exp(random.normal(0.0, spread, count))
-        # So that batches have equally many tokens, within rounding.
-        factors /= factors.mean()
-        return np.maximum(np.round(mean * factors), 1).astype(int).tolist()  # type: ignore[no-any-return]
-
-    prompts, answers = lengths(prompt, groups), lengths(response, groups * responses)
-    if max(prompts) + max(answers) > _MOST_TOKENS:
-        raise ValueError(too_long)
-    return [
-        Group(each, tuple(answers[n * responses : (n + 1) * responses]))
-        for n, each in enumerate(prompts)
-    ]
 
 
 def shared(groups: Sequence[Group], least: int) -> list[Group]:

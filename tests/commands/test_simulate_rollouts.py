@@ -43,6 +43,46 @@ def test_it_says_what_sharing_gains(capsys) -> None:
     assert gain > 2
 
 
+def test_measured_lengths_give_what_the_same_numbers_give(capsys, tmp_path) -> None:
+    """A file of equal groups is the job that numbers without a spread describe."""
+    file = tmp_path / "groups.jsonl"
+    group = {"prompt": 8192, "responses": [1024] * 8}
+    file.write_text(f"{json.dumps(group)}\n" * 8)
+    job = "--gpus 8 --cluster dgx-h200 --model llama-3.2-1b --systems plain --json"
+    job += " --tensor-model-parallel-sizes 1"
+    said = []
+    numbers = "--prompt 8192 --responses 8 --response 1024 --groups 8 --spread 0 --batches 1"
+    for flags in (numbers.split(), ["--lengths", str(file)]):
+        assert main(["simulate", "rollouts", *job.split(), *flags]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] == said[1]
+    # Batches that are drawn have other groups, and prompts differing numbers of responses.
+    file.write_text(
+        "".join(json.dumps({"prompt": 8192, "responses": [1024] * n}) + "\n" for n in range(1, 9))
+    )
+    flags = [*job.split(), "--lengths", str(file), "--groups", "4", "--batches", "2"]
+    assert main(["simulate", "rollouts", *flags]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert sum(first["tokens_one_by_one"]) == sum(n * 9216 for n in range(1, 9))
+    flags.remove("--json")
+    assert main(["simulate", "rollouts", *flags]) == 0
+    assert ", 4 prompts with 1 to 8 responses each, " in capsys.readouterr().out
+
+
+def test_flags_that_contradict_a_file_or_are_missing(capsys, tmp_path) -> None:
+    job = "--gpus 8 --cluster dgx-h200 --model llama-3.2-1b".split()
+    for flags, message in (
+        (["--prompt", "9"], "give --responses, --response, --groups, or --lengths FILE"),
+        (["--lengths", "x", "--prompt", "9", "--spread", "0"], "leave out --prompt, --spread"),
+        (["--lengths", str(tmp_path / "none")], "none does not exist"),
+        (["--lengths", "x", "--groups", "0"], "--groups 0: give at least 1"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", "rollouts", *job, *flags])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 def test_short_prompts_are_not_shared(capsys) -> None:
     flags = [*FLAGS, "--prompt", "127", "--spread", "0", "--batches", "1", "--systems", "plain"]
     assert main(["simulate", "rollouts", *flags]) == 0

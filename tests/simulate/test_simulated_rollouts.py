@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +16,10 @@ from distca.plan.paths import LEAST_SHARED
 from distca.schedule import ScheduleConfig
 from distca.simulate import Workload, advise
 from distca.simulate.cluster import CLUSTERS
+from distca.simulate.groups import Group, draw_from, draw_groups, read_groups
 from distca.simulate.rollouts import (
-    Group,
     TreeLayout,
     _plans,
-    draw_groups,
     layouts,
     least_memory,
     least_seconds,
@@ -52,6 +53,61 @@ def test_groups_have_the_lengths_that_are_asked_for() -> None:
     for numbers in ((10**30, 1, 1, 1), (1 << 25, 9, 1 << 25, 9, 3.0)):
         with pytest.raises(ValueError, match="rollouts have more than 134,217,728 tokens"):
             draw_groups(*numbers)
+
+
+def test_groups_are_read_from_a_file(tmp_path) -> None:
+    known = [Group(4096, (512, 730)), Group(9, ()), Group(17, (1,))]
+    objects = [{"prompt": g.prompt, "responses": list(g.responses)} for g in known]
+    file = tmp_path / "groups"
+    file.write_text("\n\n".join(map(json.dumps, objects)) + "\n")
+    assert read_groups(file) == known
+    file.write_text("\ufeff \n" + json.dumps(objects, indent=1))
+    assert read_groups(file) == known
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no prompts: give lines such as"),
+        ("[]", "has no prompts"),
+        ("[1", "groups is not JSON"),
+        ("{}\n{", "line 2 is not JSON"),
+        ("[3]", "object 0: give a prompt and responses and nothing else"),
+        ('{"prompt": 3}', "line 1: give a prompt and responses"),
+        ('{"prompt": 3, "responses": [], "response": 1}', "nothing else"),
+        ('{"prompt": 3, "responses": 4}', "responses are no list"),
+        ('{"prompt": true, "responses": [4]}', "a prompt has True tokens: give at least 1"),
+        ('{"prompt": 3, "responses": [4, 0]}', "a response has 0 tokens"),
+        ('{"prompt": 3, "responses": [4.5]}', "a response has 4.5 tokens"),
+        ('{"prompt": 1, "responses": [2, 134217728]}', "rollouts have more than 134,217,728"),
+    ],
+)
+def test_a_file_of_no_groups_is_refused(tmp_path, text: str, message: str) -> None:
+    file = tmp_path / "groups"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_groups(file)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\x00")
+    for name, message in ((".", "is a folder"), ("no", "does not exist"), ("binary", "not UTF-8")):
+        with pytest.raises(ValueError, match=message):
+            read_groups(tmp_path / name)
+
+
+def test_batches_are_drawn_from_known_groups() -> None:
+    known = [Group(n, (n,)) for n in range(1, 8)]
+    (all_of_them,) = draw_from(known, 7, 1, 0)
+    assert sorted(g.prompt for g in all_of_them) == list(range(1, 8))
+    batches = draw_from(known, 3, 5, 1)
+    assert [len(groups) for groups in batches] == [3] * 5
+    drawn = [group for groups in batches for group in groups]
+    # Each epoch has every group once.
+    assert set(drawn[:7]) == set(drawn[7:14]) == set(known)
+    assert draw_from(known, 3, 5, 1) == batches != draw_from(known, 3, 5, 2)
+    with pytest.raises(ValueError, match="rollouts: give at most"):
+        draw_from(known, 10**9, 1, 0)
 
 
 def test_few_long_rollouts_in_many_sequences_are_filled_up() -> None:
