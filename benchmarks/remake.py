@@ -39,7 +39,6 @@ NEEDS = {
 """What commands need beside time, by their words: root's rights, vLLM's environment, published
 lengths, two cores that nothing else uses, and the repository's history."""
 BY_HAND = {
-    "cluster/table3": "a part of it was made by another command",
     "serving/chain_prefill": "two commands make it",
     "simulator": "three commands make it",
     "slow_link": "two commands make it",

@@ -57,7 +57,7 @@ from benchmarks.cluster.figures import (
 from benchmarks.cluster.report import BATCHES, Options, Report
 from benchmarks.cluster.spread import over_batches
 from benchmarks.cluster.sweep import Runner
-from benchmarks.cluster.tables import GROUPS, end_to_end
+from benchmarks.cluster.tables import GROUPS, end_to_end, not_stored
 from distca.simulate import SYSTEMS
 from distca.simulate.speed_up import enough_batches
 from distca.whole_file import writing
@@ -189,6 +189,13 @@ def main() -> None:
         tuple(args.systems),
         args.most_sequences,
     )
+    if options.in_part and (
+        missing := not_stored(SAME.get(args.experiment, args.experiment), options)
+    ):
+        parser.error(
+            f"{flag}: the stored {args.experiment} has no {', '.join(missing)}: make all of it, "
+            "or add these systems first with --systems"
+        )
     args.output.mkdir(parents=True, exist_ok=True)
     runner = Runner(args.output / "runs.jsonl", args.processes)
     names = list(EXPERIMENTS) if args.experiment == "all" else [args.experiment]

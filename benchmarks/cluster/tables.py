@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import sources
+from benchmarks.cluster.explanations import EXPLANATION, PAPERS_WAY, columns, rule
 from benchmarks.cluster.report import K, Options, Report, table
 from benchmarks.cluster.sweep import Case, Runner
 from distca.palette import colour_in_turn
-from distca.simulate import BASELINES, DISTCA_SYSTEMS, MEGATRON, Choice
+from distca.simulate import BASELINES, CLUSTERS, DISTCA_SYSTEMS, MEGATRON, Choice
 from distca.simulate.advice import Extent
 from distca.simulate.speed_up import SpeedUp
 
@@ -80,13 +81,13 @@ OVER = {
     PAPERS: "WLB-LLM, the paper's way",
 }
 """Systems over which DistCA's gains are listed: what Megatron has, then WLB-LLM."""
+TITLES = {"plain": "plain Megatron", "cp-a2a": "a2a CP", **OVER}
+"""What pages call systems; DistCA's schedulers have their names."""
 TOLERANCES = (0.02, 0.05)
 """Tolerances to choose from for each case beside its own, as a user would: the paper's only
 hyper-parameter."""
 AS_THE_PAPER = (PAPERS, "greedy")
 """The paper's baseline and scheduler, which are run once more with MLPs recomputed."""
-NO_LOSS = 0.99
-"""Least of WLB-LLM's throughput that DistCA is to have in every job."""
 ALL_SIZES = (1, 2, 4, 8)
 WITHOUT_CHOICE = (*MEGATRON[1:], REFERENCE, "tiles")
 """Systems that run at any tensor and pipeline sizes."""
@@ -179,15 +180,16 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
         if most is not None:
             what.append(f"{len(cases)} of {len(all_cases)} jobs, of at most {most} sequences")
         text = [
-            f"Made anew: {', '.join(what)}. All other figures are of an earlier version of the "
-            f"code: `{_stored_command(name)}`.",
+            f"Simulated again: {', '.join(what)}.",
+            _stored_commit(name),
+            f"Their command was `{_stored_command(name)}`.",
             "",
-            *_stored_commit(name),
         ]
     for row, case in zip(rows, all_cases, strict=True):
         if case in cases:
             _fill(row, case, found)
-    text += [*_against_published(group, rows), "", *table([_readable(row, group) for row in rows])]
+    batches = options.given_batches
+    text += [*_against_published(group, rows, rule(batches)), "", *_every_job(group, rows)]
     return Report(group.title, rows, text, partial(_draw_end_to_end, group, rows))
 
 
@@ -202,6 +204,21 @@ def _stored_rows(name: str) -> dict[tuple[str, ...], dict[str, Any]]:
         return {_job(row): {k: _number(v) for k, v in row.items()} for row in csv.DictReader(file)}
 
 
+def not_stored(name: str, options: Options) -> list[str]:
+    """Returns the systems that keep a table from being made in part: the stored one, which may be
+    older, has no figures of them.
+
+    Args:
+        name: a key of `GROUPS`.
+        options: flags of the command.
+    """
+    kept = GROUPS[name].systems
+    if options.most_sequences is None:
+        kept = tuple(system for system in kept if system not in options.systems)
+    first = next(iter(_stored_rows(name).values()))
+    return [system for system in kept if f"{system} tokens/s" not in first]
+
+
 def _stored_command(name: str) -> str:
     """The command that made most figures of a stored table."""
     commands = re.findall(r"`(python benchmarks/cluster/paper.py .*?)`", _stored_page(name))
@@ -209,8 +226,8 @@ def _stored_command(name: str) -> str:
     return str(commands[-1])
 
 
-def _stored_commit(name: str) -> list[str]:
-    """Lines that name the commit which made most figures of a stored table."""
+def _stored_commit(name: str) -> str:
+    """The line that names the commit which made most figures of a stored table."""
     page = STORED / f"{name}.md"
     commit = sources.commit_of(page.read_text())
     if commit is None:
@@ -218,7 +235,7 @@ def _stored_commit(name: str) -> list[str]:
         log = ["git", "log", "-1", "--format=%h, %as", "--", str(page)]
         last = subprocess.run(log, cwd=STORED, capture_output=True, text=True, check=True).stdout
         commit = f"Made by the code of commit {last.strip()}."
-    return [commit.replace("Made", "All other figures made"), ""]
+    return commit.replace("Made", "All other figures made")
 
 
 def _stored_page(name: str) -> str:
@@ -281,25 +298,57 @@ def _sizes(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
+def _every_job(group: Group, rows: list[dict[str, Any]]) -> list[str]:
+    """The table of all jobs, and what its columns are."""
+    limit = CLUSTERS["dgx-h200"].usable_bytes / 1e9
+    return [
+        columns(limit),
+        "",
+        *table([_readable(row, group) for row in rows]),
+    ]
+
+
 def _readable(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    short = {name: row[name] for name in ("model", "documents", "longest", "batch", "GPUs")}
+    short = {
+        "model": row["model"],
+        "documents": row["documents"],
+        "longest document": row["longest"],
+        "sequences": row["batch"],
+        "GPUs": row["GPUs"],
+    }
     ours = [system for system in group.systems if system in DISTCA_SYSTEMS]
     for system in group.systems:
         if system == REFERENCE:
             continue
         gain = speed_up(row, system, REFERENCE)
-        short[system] = "OOM" if _is_out_of_memory(row, system) else _cell(gain)
+        short[_title(system)] = "OOM" if _is_out_of_memory(row, system) else _cell(gain)
     for system in (REFERENCE, *ours):
+        title = _title(system)
         counts = [row[f"{system} {name}"] for name in ("simulated", "out of memory", "tried")]
-        short[f"{system}: best"] = row[f"{system} configuration"]
+        short[f"{title}: best"] = _in_words(row[f"{system} configuration"])
         memory = row[f"{system} GB"]
-        short[f"{system}: GB"] = "-" if np.isnan(memory) else f"{memory:.0f}"
-        short[f"{system}: simulated, OOM, all"] = ", ".join(map(str, counts))
+        short[f"{title}: GB"] = "-" if np.isnan(memory) else f"{memory:.0f}"
+        short[f"{title}: simulated, OOM, all"] = ", ".join(map(str, counts))
     return short
 
 
-def _against_published(group: Group, rows: list[dict[str, Any]]) -> list[str]:
-    """Ranges of gains beside the paper's, and of what systems wait for."""
+def _title(system: str) -> str:
+    return TITLES.get(system, system)
+
+
+def _in_words(configuration: str) -> str:
+    one = re.sub(r"\b1 micro-batch\(es\)", "1 micro-batch", configuration)
+    return one.replace("micro-batch(es)", "micro-batches")
+
+
+def _against_published(group: Group, rows: list[dict[str, Any]], searched: str) -> list[str]:
+    """Ranges of gains beside the paper's, and of what systems wait for.
+
+    Args:
+        group: the table's jobs.
+        rows: its rows.
+        searched: what `rule` says.
+    """
     gains: list[dict[str, Any]] = []
     idle: list[dict[str, Any]] = []
     over = {system: title for system, title in OVER.items() if system in group.systems}
@@ -319,7 +368,7 @@ def _against_published(group: Group, rows: list[dict[str, Any]]) -> list[str]:
         idle.append(
             where
             | {
-                f"{system}: {what}": _mean([row[f"{system} {what}"] for row in mine])
+                f"{_title(system)}: {what}": _mean([row[f"{system} {what}"] for row in mine])
                 for what in ("idle", "exposed")
                 for system in (REFERENCE, PAPERS, *DISTCA_SYSTEMS)
                 if system in group.systems
@@ -327,13 +376,13 @@ def _against_published(group: Group, rows: list[dict[str, Any]]) -> list[str]:
             | {"perfect balance": f"{np.nanmin(most):.2f} to {np.nanmax(most):.2f}"}
         )
     return [
-        "Gains of DistCA with tiles"
+        "Gains of DistCA with `tiles`"
         + (", and what the paper published" if group.as_the_paper else "")
-        + f". TP of {_sizes(group.tensor)}, PP of {_sizes(group.stages)}. {RULE}",
+        + f". TP of {_sizes(group.tensor)}, PP of {_sizes(group.stages)}. {searched}",
         "",
         *table(gains),
         "",
-        _least(rows),
+        *_least(rows, over),
         "",
         *table(idle),
         "",
@@ -342,27 +391,31 @@ def _against_published(group: Group, rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _least(rows: list[dict[str, Any]]) -> str:
-    """What DistCA gains over WLB-LLM at least, and in which jobs it loses."""
-    able = [row for row in rows if not np.isnan(row["tiles speed-up"])]
-    behind = sorted(
-        (row for row in able if row["tiles speed-up"] < NO_LOSS),
-        key=lambda row: row["tiles speed-up"],
-    )
-    least = min((row["tiles speed-up"] for row in able), default=float("nan"))
-    text = f"The least over WLB-LLM is {least:.3f} in {len(able)} of {len(rows)} jobs"
-    names = ("model", "documents", "longest", "batch", "GPUs")
-    jobs = [
-        f"{row['tiles speed-up']:.3f} ({' '.join(str(row[name]) for name in names)})"
-        for row in behind
+def _least(rows: list[dict[str, Any]], over: Mapping[str, str]) -> list[str]:
+    """What DistCA gains over WLB-LLM at least, and the jobs in which a peer is faster.
+
+    Args:
+        rows: rows of the table.
+        over: titles of the peers, by name.
+    """
+    gains = [gain for row in rows if (gain := speed_up(row, "tiles", REFERENCE)) is not None]
+    if not gains:
+        return ["There is no job that both `tiles` and WLB-LLM can run."]
+    which = f"all {len(rows)} jobs" if len(gains) == len(rows) else f"{len(gains)} jobs"
+    least = min(gains, key=lambda gain: gain.mean)
+    text = f"`tiles` is at least {least} times as fast as WLB-LLM in {which}."
+    if len(gains) < len(rows):
+        text += f" In the other {len(rows) - len(gains)} one of both does not run."
+    slower = [
+        f"* {gain} times as fast as {title}: {row['model']}, {row['documents']}, {row['longest']}, "
+        f"batch of {row['batch']}, {row['GPUs']} GPUs"
+        for system, title in over.items()
+        for row in rows
+        if (gain := speed_up(row, "tiles", system)) is not None and gain.mean < 1
     ]
-    text += f"; below {NO_LOSS}: {', '.join(jobs)}." if jobs else f"; none is below {NO_LOSS}."
-    none = [row for row in rows if _is_out_of_memory(row, "tiles")]
-    return (
-        f"{text} In the others a system is out of memory."
-        if none or len(able) < len(rows)
-        else text
-    )
+    if not slower:
+        return [f"{text} No other system is faster in any job."]
+    return [f"{text} It is slower than a peer, on average, in these jobs:", "", *slower]
 
 
 def _mean(values: list[float]) -> float:
@@ -397,7 +450,7 @@ def _cell(gain: SpeedUp | None) -> str:
 
 def _range(rows: list[dict[str, Any]], system: str, other: str) -> str:
     """Range of a system's gains over another, by how much one of them may be off, and the number of
-    cases where one of both is out of memory."""
+    cases that cannot be compared."""
     gains = [speed_up(row, system, other) for row in rows]
     found = [each for each in gains if each is not None]
     if not found:
@@ -407,52 +460,11 @@ def _range(rows: list[dict[str, Any]], system: str, other: str) -> str:
     off = [each.high - each.mean for each in found]
     text += "" if np.isnan(off).all() else f" ± {np.nanmax(off):.3f}"
     missing = len(rows) - len(found)
-    return f"{text} (not {missing} of {len(rows)})" if missing else text
+    return f"{text} ({missing} of {len(rows)} not comparable)" if missing else text
 
 
 def _is_out_of_memory(row: dict[str, Any], system: str) -> bool:
     return bool(row[f"{system} configuration"].startswith("out of memory"))
-
-
-RULE = (
-    "Each system has the best configuration for each job that `distca simulate`'s search finds "
-    "(`distca/simulate/advice.py`): of baselines all run the first batches whose lower bound of "
-    "time is below the time of others, of DistCA, whose plans take longer, the few that promise "
-    "most, and these with server pools; the fastest run batches of 96 sequences together, and "
-    "the fastest of these all. How many ran, are known to be out of memory, and divide the job: "
-    "see below. A job's "
-    "figure is the ratio of speeds over all its batches; behind ± is the largest half of a job's "
-    "range, in which the ratio over many such batches lies in 19 of 20 cases."
-)
-EXPLANATION = [
-    "All systems have the same charges (`distca/simulate/charges.py`), except with "
-    "`--baseline-ideal`: links and copies reach a share of their speed, exchanges slow down "
-    "compute, matrix products end in half a wave, the reduction of gradients and exchanges share "
-    "ports, and context parallelism copies and keeps what Transformer Engine does.",
-    "",
-    "*Idle* is the share of time in which compute is not busy. *Exposed* is the part of it in "
-    "which ranks wait for exchanges, including late peers. *Perfect balance* is the gain over "
-    "WLB-LLM of a system that is never idle and does the same work: at the same sizes no simulated "
-    "gain can be much above it. This WLB-LLM packs with the times that it is then judged by, "
-    "forward and backward, into bins that may be a 16th of a sequence and as large as memory "
-    "allows. It runs them in the best order. A dash: one of both is out of memory in every "
-    "configuration.",
-    "",
-    "A system is out of memory where one batch of all does not fit. DistCA's buffers are as large "
-    "as the busiest server of any plan needs. Where no configuration fits so, a tolerance of 0.2 "
-    "and bounds of buffers are tried (`--distca-max-buffer-bytes`).",
-]
-PAPERS_WAY = [
-    "",
-    "*The paper's way* (`wlb-llm-paper`) of running WLB-LLM: packed forward, by a fixed formula "
-    "and without a bound of memory, into at most one bin a sequence, in no order; gathered keys "
-    "are kept twice; without a pipeline the two largest context-parallel sizes, one micro-batch. "
-    "*As the paper ran both*: the paper's scheduler, greedy, over that, where both recompute MLPs "
-    "in the backward pass (`--recompute-modules mlp`), as the authors' public experiments do in "
-    "both systems. What the paper says slows DistCA at 34B in 4D (memory fragments, late launches) "
-    "is not simulated, and exchanges of a rank's two nano-batches share its links but do not wait "
-    "for each other, as they would on one NCCL stream.",
-]
 
 
 def _draw_end_to_end(group: Group, rows: list[dict[str, Any]], figure: Any) -> None:
