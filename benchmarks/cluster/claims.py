@@ -137,7 +137,8 @@ def motivation() -> list[Claim]:
     """Figures 3 to 6: why packing and context parallelism don't do."""
     gathers, packing = read("fig3"), read("fig4")
     shares = {row["nodes"]: float(row["all-gather share, kept"]) for row in gathers}
-    keys = {row["nodes"]: float(row["gathered keys share of memory"]) for row in gathers}
+    share = "gathered keys and values, share of memory (kept)"
+    keys = {row["nodes"]: float(row[share]) for row in gathers}
     longest = [row for row in packing if row["longest"] == "512K"]
     tokens = [float(row["a replica's tokens, max/mean"]) for row in longest]
     idle = {row["DP"]: float(row["idle"]) for row in longest}

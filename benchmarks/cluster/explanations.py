@@ -1,4 +1,4 @@
-"""What pages of simulated tables say of how their figures were found, and of their columns."""
+"""What pages of simulated tables and figures say of how they were found, and of their columns."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ PAPERS_WAY = [
     "rank's two nano-batches share links, but unlike on one NCCL stream their exchanges do not "
     "queue.",
 ]
+FIGURE_3 = (
+    "*All-gather share*: the time in which ranks wait for keys and values to be gathered, and "
+    "for their gradients to be reduced. *Kept*: each rank keeps the gathered keys and values "
+    "of all layers until the backward pass. This comes close to the paper's memory share. "
+    "*Gathered again*: each rank keeps only its own keys and values, as Transformer Engine does, "
+    "and gathers the rest again in the backward pass. This doubles the communication of the "
+    "backward pass. *GB*: the GPU with most memory in use, mean of the batches. *Fits*: "
+    "batches in which no GPU runs out of memory."
+)
 
 
 def rule(batches: int | None) -> str:

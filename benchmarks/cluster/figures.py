@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster.report import K, Options, Report, share_that_fits, table
+from benchmarks.cluster.explanations import FIGURE_3
+from benchmarks.cluster.report import K, Options, Report, in_percent, share_that_fits, table
 from benchmarks.cluster.sweep import Case, Runner, Unit, batch, mean
 from distca.cost.model_sizes import MODELS
 from distca.palette import SKY_BLUE, VERMILION, colour_in_turn
@@ -20,9 +21,11 @@ from distca.plan.span import Floats, Int64s
 from distca.simulate import CLUSTERS, DISTCA_SYSTEMS, Ablation, Candidate, ModelCosts
 from distca.simulate.bins import BaselineLayout, Bins
 
-PER_DOCUMENT = {"wlb-llm": "kept", "per-document-cp": "gathered anew"}
+PER_DOCUMENT = {"wlb-llm": "kept", "per-document-cp": "gathered again"}
 """Systems of Figure 3, by what becomes of gathered keys until the backward pass. All ranks are one
 group, in which WLB-LLM packs nothing: it is per-document CP that keeps the keys."""
+GATHERED = "gathered keys and values, share of memory (kept)"
+"""A column of Figure 3."""
 
 
 def figure_3(runner: Runner, options: Options) -> Report:
@@ -45,7 +48,7 @@ def figure_3(runner: Runner, options: Options) -> Report:
         for title, mine in of_both.items():
             row[f"all-gather share, {title}"] = mean(mine, "gathering")
         gathered = (count - 1) * 128 * K * 32 * costs.shape.kv_row_bytes
-        row["gathered keys share of memory"] = gathered / 1e9 / mean(of_both["kept"], "memory_gb")
+        row[GATHERED] = gathered / 1e9 / mean(of_both["kept"], "memory_gb")
         for title, mine in of_both.items():
             row[f"GB, {title}"] = mean(mine, "memory_gb")
             row[f"fits, {title}"] = share_that_fits(mine)
@@ -56,7 +59,7 @@ def figure_3(runner: Runner, options: Options) -> Report:
         axes = figure.subplots()
         colour_in_turn(axes)
         lines = [f"all-gather share, {title}" for title in PER_DOCUMENT.values()]
-        for name, marker in zip((*lines, "gathered keys share of memory"), "ods", strict=True):
+        for name, marker in zip((*lines, GATHERED), "ods", strict=True):
             axes.plot(nodes, [r[name] for r in rows], f"{marker}-", label=name)
         axes.plot([2, 32], [0.03, 0.40], "x", label="paper: all-gather")
         axes.plot([2, 16], [0.03, 0.30], "+", label="paper: gathered keys")
@@ -65,16 +68,14 @@ def figure_3(runner: Runner, options: Options) -> Report:
         axes.legend()
 
     text = [
-        f"Llama-8B, TP 8, 128K tokens a node, CP over all nodes, Pretrain, {options.counted}. "
-        "Paper: the all-gather's share rises from 3% on 2 nodes to nearly 40% on 32; the keys' "
-        "share of memory from 3% on 2 to almost 30% on 16.",
+        "Llama-8B, TP 8, 128K tokens a node, CP over all nodes. Documents: Pretrain. "
+        f"{options.counted.capitalize()}. Shares are of the iteration's time and of a GPU's "
+        "memory. Paper: the all-gather's share rises from 3% on 2 nodes to nearly 40% on 32; the "
+        "keys' share of memory rises from 3% on 2 nodes to almost 30% on 16.",
         "",
-        *table(rows),
+        *table([in_percent(row) for row in rows]),
         "",
-        "*Kept*: the gathered keys and values of all layers stay until the backward pass, as the "
-        "paper's share of memory implies. *Gathered anew*: Transformer Engine keeps its own part "
-        "alone and gathers the others a second time, which doubles the all-gathers of the "
-        "backward pass.",
+        FIGURE_3,
     ]
     return Report("Per-document context parallelism (Figure 3)", rows, text, draw)
 

@@ -92,6 +92,16 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return pages.table(names, [[_cell(row[name]) for name in names] for row in rows]).splitlines()
 
 
+def in_percent(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row whose shares are in percent, and whose other fractions have one digit."""
+    return {
+        name: (f"{value:.1%}" if "share" in name else f"{value:.1f}")
+        if isinstance(value, float)
+        else value
+        for name, value in row.items()
+    }
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return "-" if np.isnan(value) else f"{value:.3f}"

@@ -242,13 +242,14 @@ def test_an_experiment_writes_its_files(
         return
     kept, anew = (
         [float(row[f"all-gather share, {way}"]) for row in rows]
-        for way in ("kept", "gathered anew")
+        for way in ("kept", "gathered again")
     )
     # The paper: 3% on 2 nodes, nearly 40% on 32, with keys that are kept.
     assert kept == sorted(kept)
     assert 0.02 < kept[0] < 0.04
     assert 0.35 < kept[-1] < 0.45
     assert all(one < other for one, other in zip(kept, anew, strict=True))
+    assert f"| 32 | {kept[-1]:.1%} | {anew[-1]:.1%} | " in text
     assert (tmp_path / "fig3.png").stat().st_size > 5000
     keys = [json.loads(line)["key"] for line in (tmp_path / "runs.jsonl").open()]
     assert len(keys) == len(np.unique(keys)) == 10
@@ -405,4 +406,6 @@ def test_a_page_names_the_jobs_in_which_a_peer_is_faster() -> None:
     assert slower == ["* 0.500 times as fast as ring CP: m, d, 1K, batch of 2, 8 GPUs"]
     (text,) = tables._least([row], {"wlb-llm": "WLB-LLM"})
     assert text.endswith("in all 1 jobs. No other system is faster in any job.")
-    assert tables._least([alone], over) == ["There is no job that both `tiles` and WLB-LLM can run."]
+    assert tables._least([alone], over) == [
+        "There is no job that both `tiles` and WLB-LLM can run."
+    ]
