@@ -131,3 +131,16 @@ def test_every_stored_page_has_a_command_that_is_there() -> None:
     assert len(pages) > 40
     assert [page.name for page in pages if not (sources.ROOT / page.command[0]).is_file()] == []
     assert {*remake.BY_HAND} <= {page.name for page in pages}
+
+
+def test_every_flag_of_a_stored_page_is_one_of_its_script() -> None:
+    unknown = []
+    for page in remake.stored(remake.RESULTS):
+        script, *words = page.command
+        code = "".join(path.read_text() for path in sources.imported_files(script))
+        flags = (word.partition("=")[0] for word in words if word.startswith("--"))
+        # A word with a space is a value of one argument.
+        unknown += [
+            (page.name, flag) for flag in flags if " " not in flag and f'"{flag}"' not in code
+        ]
+    assert unknown == []

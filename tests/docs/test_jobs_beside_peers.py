@@ -24,7 +24,7 @@ def test_jobs_beside_peers() -> None:
     )
     assert f"and slower in {behind} (" in readme
     index = INDEX.read_text()
-    assert f"of {len(found)} named jobs both fit in memory in {len(ratios)}." in index
+    assert f"In {len(ratios)} of {len(found)} named jobs DistCA and a peer fit in memory." in index
     assert f"DistCA is {of_all} as the fastest peer, {typical:.3f} in the geometric" in index
     assert sum(round(ratio, 3) <= 1.01 for ratio in ratios) == 4
     assert "Four gain 1% or less" in index
@@ -40,7 +40,8 @@ def test_jobs_beside_peers() -> None:
     of_all = f"{min(ratios):.3f} to {max(ratios):.3f} times as fast"
     assert len(drawn) == len(ratios) + neither
     assert (
-        f"Of {len(drawn)} drawn jobs both fit in {len(ratios)}, and nothing in {neither}." in index
+        f"In {len(ratios)} of {len(drawn)} drawn jobs DistCA and a peer fit, in {neither} neither."
+        in index
     )
     assert (
         f"{of_all}, {geometric_mean(ratios):.3f} in the geometric mean, and slower in {behind}."

@@ -23,7 +23,7 @@ def spans(column: str) -> list[str]:
 def test_large_plans() -> None:
     whole, of_pools = spans("plan s"), spans("in pools of 8: plan s")
     index = (ROOT / "benchmarks" / "README.md").read_text()
-    assert f"{whole[0]} s for 4,096, {whole[1]} s for 16,384; in server pools of 8, " in index
-    assert f"pools of 8, {of_pools[0]} s and {of_pools[1]} s: [planning_at_scale" in index
+    assert f"{whole[0]} s for 4,096 servers, {whole[1]} s for 16,384. In server pools" in index
+    assert f"pools of 8: {of_pools[0]} s and {of_pools[1]} s: [planning_at_scale" in index
     planning = re.sub(r"\s+", " ", (ROOT / "docs" / "planning.md").read_text())
     assert f"4,096 servers in {whole[0]} seconds and 16,384 in {whole[1]} (" in planning

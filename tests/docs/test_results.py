@@ -129,10 +129,10 @@ def test_more_ranks_in_sentences() -> None:
     assert f"DistCA is {span(others)} times as fast as the fastest peer" in front
     both = [span([each for means in of.values() for each in means]) for of in (whole, ping_pong)]
     assert f"DistCA is {both[0]} times as fast as each batch's fastest peer" in index
-    assert f"in whole micro-batches, {both[1]} with ping-pong" in index
+    assert f"with whole micro-batches, and {both[1]} times with ping-pong" in index
     tight = [name.replace("0.1", "0.02") for name in DEFAULT]
     least = min(mean(ways[name]) for of in every.values() for ways in of.values() for name in tight)
-    assert f"at the default tolerance of 0.1 (at 0.02 from {least:.2f})" in index
+    assert f"default tolerance, 0.1; with 0.02 the lowest figure is {least:.2f}." in index
     # Equal documents show the noise.
     fixed = [each for found in every.values() for each in found["fixed"][DEFAULT[0]]]
     noise = max(abs(each - 1) for each in fixed)
@@ -250,7 +250,7 @@ def test_mirrored_pieces_beside_contiguous_ones() -> None:
     text = (RESULTS / "mirrored_placement.md").read_text()
     (found,) = re.findall(r"move (.*) times the bytes .* and (.*) times as many", text)
     total, busiest = (each.partition(" (")[0] for each in found)
-    said = f"move {total} times the bytes, {busiest} times on the busiest rank"
+    said = f"move {total} times the bytes of contiguous ones, and {busiest} times on the busiest"
     assert said in " ".join(INDEX.read_text().split())
     # The page of planning says that this baseline is not weakened.
     assert float(total) >= 1
@@ -286,17 +286,20 @@ def test_plans_of_tiles_beside_what_megatron_has() -> None:
     ranges = [
         (min(times), max(times)) for times in zip(*([r[3] for r in c] for c in chosen), strict=True)
     ]
-    said = "busiest rank at {} to {} times an equal share, {} to {} with its best limit, `tiles` at"
+    said = (
+        "{} to {} times as long as an equal share with hybrid CP, {} to {} times with hybrid CP's"
+    )
     (least, most), (low, high), tiles = (ranges[n] for n in (2, 3, 5))
     index = INDEX.read_text()
-    assert f"{said.format(least, most, low, high)} {tiles[0]} to {tiles[1]} with fewer" in index
+    assert f"takes {said.format(least, most, low, high)} best limit, " in index
+    assert f"and {tiles[0]} to {tiles[1]} times with `tiles`. `tiles` sends fewer bytes" in index
     # Fewer than with its best limit, and where documents are least shared, more.
     assert all(float(c[5][8]) < float(c[3][8]) for c in chosen)
     more = [float(c[6][8]) / float(c[5][8]) for c in chosen]
     assert (
-        f"dynamic CP, of Megatron's branch dev, at {ranges[6][0]} to {ranges[6][1]} with "
-        f"{min(more):.1f} to {max(more):.1f} times the bytes of `tiles`:"
+        f"{ranges[6][0]} to {ranges[6][1]} times with dynamic CP (Megatron's branch dev), and"
     ) in index
+    assert f"CP sends {min(more):.1f} to {max(more):.1f} times the bytes of `tiles`:" in index
 
 
 def gain(one: str, other: str, rows: Sequence[Mapping[str, str]]) -> str:
@@ -394,9 +397,8 @@ def test_figures_in_sentences() -> None:
     assert flattered in words_of("README.md")
     pairs = re.findall(r"^Of (\d+) pairs .* more than 2% apart (\d+) are", simulator, re.MULTILINE)
     assert (
-        f"the median error is {errors[0][0]} and the largest {errors[0][1]}. "
-        f"Of {pairs[0][0]} pairs of ways that were measured more than 2% apart it puts "
-        f"{pairs[0][1]} in the order"
+        f"the median error is {errors[0][0]} and the largest {errors[0][1]}. It puts "
+        f"{pairs[0][1]} of {pairs[0][0]} pairs of systems that were measured more than 2% apart in"
     ) in index
 
     rows = table(RESULTS / "tolerance.md", "tolerance | greedy")
@@ -446,26 +448,15 @@ def test_exposed_transfers_of_prefills() -> None:
     full = next(row for row in limited if float(row[1]) >= 1)
     (simulated,) = (row for row in table(page, "GB/s of each rank's link") if row[0] == "12.5")
     assert (
-        f"links busy for {min(busy):.2f} to {max(busy):.2f} of the prefill: {min(exposed):.2f}% to "
-        f"{max(exposed):.2f}% of it; for {full[1]}: {float(full[-1].rstrip('%')):.0f}%. Simulated, "
-        f"Llama 8B on 4 H100s at 12.5 GB/s a rank: {simulated[3]} of 8K tokens, {simulated[6]} of "
-        "32K"
+        f"If links are busy for {min(busy):.2f} to {max(busy):.2f} times as long as ranks compute, "
+        f"{min(exposed):.2f}% to {max(exposed):.2f}% of the prefill is transfer alone; if for "
+        f"{full[1]} times as long, {float(full[-1].rstrip('%')):.0f}%. Simulated, Llama 8B on 4 "
+        f"H100s at 12.5 GB/s per rank: {simulated[3]} with 8K tokens, {simulated[6]} with 32K:"
     ) in INDEX.read_text()
     shown = " ".join((ROOT / "docs" / "vllm.md").read_text().split())
     told = f"at most {max(exposed):.1f}% of the prefill was exposed on links that were busy for up"
     assert f"{told} to {max(busy):.2f} of it" in shown
     assert max(exposed) <= 5
-
-
-def test_cpu_seconds_of_prefill_ranks() -> None:
-    page = RESULTS / "serving" / "prefill_ranks.md"
-    over = {row[1]: float(row[3]) for row in table(page, "ranks")[1:]}
-    names = {"pass-kv": "pass-KV", "runahead": "the chain", "sp-ntp": "SP-NTP", "pass-q": "pass-Q"}
-    told = ", ".join(f"{name} {over[way]:.2f}" for way, name in names.items())
-    index = INDEX.read_text()
-    assert f"CPU seconds of the busiest over one rank's: {told}; tiles, " in index
-    assert f"leave each one's layers on one rank, {over['tiles']:.2f}: [prefill_ranks.md]" in index
-    assert max(over[way] for way in names) <= 0.55
 
 
 def test_pools_on_real_processes() -> None:
@@ -492,9 +483,9 @@ def test_pools_on_real_processes() -> None:
     assert clear in words_of(HELPS)
     assert all(row["sent"] == row["simulated"] for row in ours.values())
     assert (
-        f"two pools of 2 send {min(sent):.2f} to {max(sent):.2f} of the bytes of one pool, in "
-        f"{min(took):.2f} to {max(took):.2f} of its CPU seconds; pairs of ranks that share heads "
-        f"send {min(more):.1f} to {max(more):.1f} times its bytes, in {min(longer):.2f} to "
-        f"{max(longer):.2f} of its CPU seconds; simulated bytes are those sent, and seconds are "
-        f"{error:.1%} off in the median: [pools.md]"
+        f"Two pools of 2 send {min(sent):.2f} to {max(sent):.2f} times the bytes of one pool, and "
+        f"need {min(took):.2f} to {max(took):.2f} times its CPU seconds. Pairs of ranks that share "
+        f"heads send {min(more):.1f} to {max(more):.1f} times its bytes, and need "
+        f"{min(longer):.2f} to {max(longer):.2f} times its CPU seconds. Simulated bytes equal "
+        f"those sent. Simulated seconds are {error:.1%} off in the median: [pools.md]"
     ) in INDEX.read_text()

@@ -1,0 +1,71 @@
+"""Figures of serving in the index of benchmarks, against the pages that have them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "serving"
+INDEX = (ROOT / "benchmarks" / "README.md").read_text()
+
+
+def rows_of(page: str, first: str) -> list[list[str]]:
+    """The cells of the table of a page that begins so."""
+    _, _, text = (RESULTS / page).read_text().partition(f"\n| {first}")
+    lines = text.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_host_cost_of_decode_steps() -> None:
+    rows = rows_of("decode_step.md", "cached tokens")
+    engine, rank = ([float(row[n].split()[0]) for row in rows] for n in (2, 3))
+    (steps,) = re.findall(r"CPU time of (\d+) steps", (RESULTS / "decode_step.md").read_text())
+    assert (
+        f"minimum of {steps} steps: {min(engine):.2f} to {max(engine):.2f} ms for the engine, "
+        f"{min(rank):.2f} to {max(rank):.2f} ms for each rank: [decode_step.md]"
+    ) in INDEX
+
+
+def test_cpu_time_of_short_prompts() -> None:
+    each = {row[0]: row[2] for row in rows_of("short_prompts.md", "engine")}
+    parts = {row[0]: row[2] for row in rows_of("short_prompts.md", "part")}
+    assert f"CPU ms per request: DistCA {each['DistCA']}, vLLM {each['vLLM']}. All parts" in INDEX
+    model = ("attention", "the model's layers")
+    others = sum(float(share.rstrip("%")) for part, share in parts.items() if part not in model)
+    (said,) = re.findall(r"except attention and the model's layers: ([\d.]+)%: \[short", INDEX)
+    assert abs(float(said) - others) < 0.2  # shares are rounded
+
+
+def test_cpu_time_of_vllm_with_prefill_ranks() -> None:
+    """Times of machines with other work are not comparable, so the index has no ratio of them."""
+    loads = json.loads((RESULTS / "vllm_prefill.json").read_text())["loads"]
+    ratios = {
+        load: (ours["cpu"] + ours["cpu_ranks"]) / alone["cpu"]
+        for load, (alone, ours) in ((name, [*of.values()]) for name, of in loads.items())
+    }
+    assert (
+        f"CPU seconds relative to vLLM alone: {ratios['Long prompts']:.2f} with long prompts, "
+        f"{ratios['Mixed']:.2f} with a mix. All answers are equal: [vllm_prefill.md]"
+    ) in INDEX
+    assert (RESULTS / "vllm_prefill.md").read_text().count("| 40 of 40 |") == 6
+
+
+def test_moves_of_cached_keys_lengthen_a_prefill() -> None:
+    rows = rows_of("cache_balancing.md", "tokens of the chunks")
+    exposed = sorted((float(row[4].rstrip("%")), row[4]) for row in rows)
+    speeds = sorted({float(row[1]) for row in rows})
+    assert (
+        f"{exposed[0][1]} to {exposed[-1][1]} of the prefill, on links of {speeds[-1]:g} to "
+        f"{speeds[0]:g} GB/s: [cache_balancing.md]"
+    ) in INDEX
+
+
+def test_cpu_seconds_of_prefill_ranks() -> None:
+    over = {row[1]: float(row[3]) for row in rows_of("prefill_ranks.md", "ranks")[1:]}
+    names = {"pass-kv": "pass-KV", "runahead": "the chain", "sp-ntp": "SP-NTP", "pass-q": "pass-Q"}
+    each = ", ".join(f"{name} {over[strategy]:.2f}" for strategy, name in names.items())
+    said = f"CPU seconds of the busiest rank, relative to one rank's: {each}, tiles"
+    assert f"{said} {over['tiles']:.2f} (a prompt's layers stay on one rank): [pre" in INDEX
+    assert max(over[strategy] for strategy in names) <= 0.55
