@@ -32,8 +32,9 @@ from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 _FIRST_SEQUENCES, _COMPARED_SEQUENCES = 8, 96
 """Sequences of the batches that all configurations run which may be fastest, and of those by which
 a search chooses among these and their variants: large batches differ less, so fewer are enough."""
-_MANY_TOKENS = 2**24
-"""Tokens of a batch from which on it alone chooses, however few its sequences are."""
+_MANY_TOKENS, _MANY_TOKENS_WITH_PLANS = 2**24, 2**23
+"""Tokens of a batch from which on it alone chooses, however few its sequences are: among a
+baseline's configurations, and with `--distca`."""
 _KEPT, _KEPT_WITH_PLANS = 12, 3
 """Configurations of a baseline, which a search compares by all batches, and with `--distca`, by the
 batches above. With 6 of a baseline in 3 batches WLB-LLM was 0.9% slower in the README's job than
@@ -77,10 +78,12 @@ class Extent:
             min(-(-sequences // workload.sequences), batches)
             for sequences in (_FIRST_SEQUENCES, _COMPARED_SEQUENCES)
         )
-        if workload.sequences * workload.context >= _MANY_TOKENS:
+        planned = system in DISTCA_SYSTEMS
+        many = _MANY_TOKENS_WITH_PLANS if planned else _MANY_TOKENS
+        if workload.sequences * workload.context >= many:
             several = 1
         kept, kept_with_plans = (_KEPT, _KEPT_WITH_PLANS) if several > 1 else (2, 1)
-        if system not in DISTCA_SYSTEMS:
+        if not planned:
             # A peer's layout that is not quite the best would flatter DistCA.
             return Effort(kept, batches, first)
         last_tolerance = _LAST_TOLERANCE if self.tolerances else None

@@ -33,7 +33,7 @@ _SERVERS = 16
 """Servers whose pools are simulated, two pools at least."""
 _MANY = 4
 """A few pools stand for a job that has this many times as many servers."""
-_LARGE = 1024
+_LARGE = 256
 """Product of servers and micro-batches from which on a few of these are simulated."""
 _SAMPLED, _PLANNED = 8, 1024
 """Most micro-batches that are simulated without a pipeline, and their product with servers above

@@ -424,7 +424,7 @@ class _Search:
         Variants that are clearly slower in a first round of one batch run no others. Where that
         batch alone chooses, parts of iterations tell which variant is fastest.
         """
-        first, count = self._first, self._compared_batches
+        first, count, best = self._first, self._compared_batches, self._stand_ins.with_room(best)
         for variants, worth_it in self.effort.sweeps:
             most = _NEAR * self._seconds(best, first) if best in self.trials else np.inf
             tried = variants(best, self.workload)

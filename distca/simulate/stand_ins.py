@@ -16,6 +16,7 @@ from distca.simulate.effort import Evaluate
 from distca.simulate.few_parts import few_parts, has_few_parts, largest_micro_batch
 from distca.simulate.parts import glance, sample
 from distca.simulate.trials import Trial
+from distca.simulate.variants import with_a_few_more_micro_batches
 from distca.simulate.workload import Candidate, Workload
 
 
@@ -90,6 +91,15 @@ class StandIns:
         """Returns the other ones than `too_large` does."""
         large = self.too_large(some)
         return [each for each in some if each not in large]
+
+    def with_room(self, best: Candidate) -> Candidate:
+        """Returns the configuration, or it with a few more micro-batches if few parts tell that it
+        does not fit in some batch: nor would most of its variants."""
+        if not self.have_few_parts([best]):
+            return best
+        tried = (best, *with_a_few_more_micro_batches(best, self.workload))
+        able = (c for c in tried if not self.too_large([c]) and self._fits_in_all_batches(c))
+        return next(able, best)
 
     def too_large(self, some: Sequence[Candidate]) -> list[Candidate]:
         """Returns the configurations that are known by a few parts not to fit."""

@@ -202,6 +202,7 @@ def test_some_micro_batches_tell_how_long_all_take(
     """Two ticks of a small job, whose micro-batches vary, are within 15%, and so is a sample that
     goes on like these; it has little more memory than all."""
     monkeypatch.setattr(simulated_bounds, "_LARGE", 1)
+    monkeypatch.setattr(few_parts, "_LARGE", 1 << 20)
     documents = batch(0, sequences=96)
     bounds = Bounds(MANY_TICKS, documents)
     many = Candidate("tiles", 1, stages, 8 // stages, 1, micro_batches, chain=chain)
@@ -255,6 +256,30 @@ def test_a_few_parts_tell_how_long_an_iteration_takes(
     assert sum(stand_in.parts.as_shown().values()) == pytest.approx(stand_in.seconds)
     assert not few_parts.has_few_parts(replace(many, micro_batches=2))
     assert few_parts.has_few_parts(replace(many, pool_size=None)) == (stages == 1)
+
+
+def test_the_best_has_room_in_all_batches_before_its_variants_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Variants of what does not fit in a later batch would not fit there, either."""
+    monkeypatch.setattr(few_parts, "_LARGE", 1)
+    many = Candidate("tiles", 1, 1, 8, 1, 16, pool_size=4)
+    documents = [batch(n, sequences=96) for n in (0, 1)]
+    needed = [Bounds(MANY_TICKS, each).stand_in(many).memory_gb for each in documents]
+    # The batch that needs more memory is the second one.
+    documents = documents if needed[0] < needed[1] else documents[::-1]
+    for share, micro_batches in ((1.01, {16}), (0.99, {17, 19})):
+        usable = share * max(needed)
+        cluster = replace(MANY_TICKS.cluster, memory_gb=usable, reserved_gb=0.0)
+        small = replace(MANY_TICKS, cluster=cluster)
+        all_batches = [Bounds(small, each) for each in documents]
+        stand_ins = StandIns(small, lambda some, count, **_: {}, True, all_batches)
+        chosen = stand_ins.with_room(many)
+        assert chosen.micro_batches in micro_batches
+        assert all(bounds.stand_in(chosen).fits for bounds in all_batches)
+    # Where no part stands for it, it stays.
+    alone = StandIns(small, lambda some, count, **_: {}, False, all_batches)
+    assert alone.with_room(many) == many
 
 
 def test_what_a_few_parts_chose_is_held_against_what_runs_whole(
