@@ -443,6 +443,7 @@ _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 INSTANCES = {
     "megatron.core.transformer.attention:SelfAttention.core_attention": "is ours, by the spec",
     f"{_LATENT}:MLASelfAttention.core_attention": "the same",
+    f"{_LAYER}.self_attention": "norms latents alone, where queries have none (--qk-layernorm)",
     f"{_GPT}.rotary_pos_emb": "rotates by each token's own position",
     f"{_LATENT}:MLASelfAttention.rotary_pos_emb": "the same",
     f"{_BLOCK}.forward": "runs two nano-batches in turn (--distca-ping-pong)",

@@ -297,7 +297,6 @@ class DeepseekV3(Described, DeepseekV3Bridge):
 
     def mends(self) -> dict[str, Any]:
         config = self.hf_config
-        _check_query_latents(config)
         # Keys have a head size of their own.
         return _grouped_experts(config) | {"kv_channels": config.v_head_dim}
 
@@ -316,7 +315,6 @@ class DeepseekV2(DeepseekV3):
 
     def mends(self) -> dict[str, Any]:
         config = self.hf_config
-        _check_query_latents(config)
         found = {
             "kv_channels": config.v_head_dim,
             "moe_router_score_function": "softmax",
@@ -332,19 +330,6 @@ class DeepseekV2(DeepseekV3):
                 "expert, megatron-core by num_experts_per_tok / topk_group of them"
             )
         return found | _groups(config)
-
-
-def _check_query_latents(config: Any) -> None:
-    """Checks that queries have latents.
-
-    Raises:
-        ValueError: they have none.
-    """
-    if config.q_lora_rank is None:
-        raise ValueError(
-            "q_lora_rank in config.json is null: megatron-core's local layers norm latents of "
-            "keys only where queries have latents, too"
-        )
 
 
 def _grouped_experts(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -39,6 +40,7 @@ from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
 from megatron_patches.model.experts import let_experts_add_biases, share_auxiliary_losses
 from megatron_patches.model.given_layers import block_of, given_spec, replace_core_attention
 from megatron_patches.model.latent_attention import (
+    UnnormedQueries,
     average_gradients_of_query_norms,
     rotate_layers_by_position_ids,
 )
@@ -272,6 +274,10 @@ def _adapt_layer(
     Those refuse sequence parallelism without apex.
     """
     attention = spec.submodules.self_attention.submodules
+    has_latents = transformer.multi_latent_attention
+    queries_have = has_latents and transformer.q_lora_rank is not None
+    if has_latents and not queries_have and transformer.qk_layernorm:
+        spec.submodules.self_attention.module = UnnormedQueries
     if core_attention is not None:
         attention.core_attention = core_attention
     if uses_te:
@@ -279,9 +285,9 @@ def _adapt_layer(
     spec.submodules.input_layernorm = SequenceParallelNorm
     spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
     if transformer.qk_layernorm:
-        attention.q_layernorm = SequenceParallelNorm
-        of_keys = "kv_layernorm" if transformer.multi_latent_attention else "k_layernorm"
-        setattr(attention, of_keys, SequenceParallelNorm)
+        normed = queries_have or not has_latents
+        attention.q_layernorm = SequenceParallelNorm if normed else IdentityOp
+        setattr(attention, "kv_layernorm" if has_latents else "k_layernorm", SequenceParallelNorm)
 
 
 class SequenceParallelNorm:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_patches.flags.sizes import ModelSizes
 from megatron_patches.model.layers import transformer_layers
@@ -64,6 +66,22 @@ class LayerRotaryEmbedding(torch.nn.Module):
         # The angles of position 1 are the frequencies.
         positions = self._of_call.to(angles)[:, None, None, None] * angles[1:2]
         return (positions, *factor) if factor else positions
+
+
+class UnnormedQueries(MLASelfAttention):
+    """Megatron's multi-latent attention, in which only latents have norms.
+
+    From megatron-core 0.19 on, `--qk-layernorm` without `--q-lora-rank` asks for a second norm of
+    the hidden states that become queries. DeepSeek-V2-Lite has none, nor had earlier versions, and
+    local layers cannot have it.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Returns the classes of projections and norms: those of the spec."""
+        names = ("linear_q_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names} | {
+            "linear_q_up_proj": IdentityOp
+        }
 
 
 def rotate_layers_by_position_ids(model: GPTModel) -> None:

@@ -129,10 +129,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | _LATENTS
         | {"topk_method": "greedy", "norm_topk_prob": False, "rope_parameters": _LATENT_YARN},
     ),
+    "deepseek_v2, uncompressed queries": (
+        "DeepseekV2Config",
+        _GROUPS
+        | _LATENTS
+        | {
+            **{"topk_method": "greedy", "norm_topk_prob": False, "q_lora_rank": None},
+            "rope_parameters": _LATENT_YARN,
+        },
+    ),
     "deepseek_v3": ("DeepseekV3Config", _GROUPS | _LATENTS),
     "deepseek_v3, YaRN": (
         "DeepseekV3Config",
         _GROUPS | _LATENTS | {"rope_parameters": _LATENT_YARN},
+    ),
+    "deepseek_v3, uncompressed queries": (
+        "DeepseekV3Config",
+        _GROUPS | _LATENTS | {"q_lora_rank": None},
     ),
 }
 """Cases by name: class of the configuration, and what differs from all others' sizes."""

@@ -63,6 +63,15 @@ def test_losses_gradients_and_bytes(
     check(found, plain, flags)
 
 
+def test_queries_without_latents(ranks) -> None:
+    """Only latents of keys have norms, with whatever megatron-core does to such queries."""
+    at = LATENT.index("--q-lora-rank")
+    given = LATENT[:at] + LATENT[at + 2 :]
+    expected = run(ranks, [*PLAIN, *given, "--attention-backend", "unfused"], 1)[0]
+    flags = [*HALVES, *SPLIT, "--sequence-parallel", *given]
+    check(run(ranks, flags, 4), expected, flags)
+
+
 def test_latents_are_fewer_bytes(ranks, plain: StepsDone) -> None:
     flags = [*HALVES, *LATENT, "--distca", *RECOMPUTE]
     runs = [[*flags, "--distca-latent-rows", rows] for rows in ("auto", "off")]

@@ -198,12 +198,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
 
 MIXED = {
     "deepseek_v2": (
-        ({"q_lora_rank": None}, "q_lora_rank in config.json is null"),
         ({"num_experts_per_tok": 4}, "num_experts_per_tok 4 and topk_group 2 in config.json"),
         ({"topk_method": "noaux_tc"}, "topk_method in config.json is 'noaux_tc'"),
     ),
     "deepseek_v3": (
-        ({"q_lora_rank": None}, "q_lora_rank in config.json is null"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok in config.json is 1"),
         ({"topk_group": 1}, "num_experts_per_tok 4 and topk_group 1 in config.json"),
         ({"norm_topk_prob": False}, "norm_topk_prob in config.json is False"),

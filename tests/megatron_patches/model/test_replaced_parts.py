@@ -39,6 +39,10 @@ CASES = {
             "ColumnParallelLinear.forward",
         },
     ),
+    "queries without latents": (
+        "--no-distca-ping-pong --multi-latent-attention --qk-pos-emb-head-dim 8 --qk-layernorm",
+        {"TransformerLayer.self_attention", "ColumnParallelLinear.forward"},
+    ),
     "token prediction": (
         "--distca-ping-pong --mtp-num-layers 1",
         {
