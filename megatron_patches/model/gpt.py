@@ -46,6 +46,7 @@ from megatron_patches.model.latent_attention import (
 )
 from megatron_patches.model.layers import transformer_layers
 from megatron_patches.model.mla_latents import send_latents
+from megatron_patches.model.norms import SequenceParallelNorm
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
 from megatron_patches.model.token_prediction import predict_over_ranks
@@ -288,27 +289,3 @@ def _adapt_layer(
         normed = queries_have or not has_latents
         attention.q_layernorm = SequenceParallelNorm if normed else IdentityOp
         setattr(attention, "kv_layernorm" if has_latents else "k_layernorm", SequenceParallelNorm)
-
-
-class SequenceParallelNorm:
-    """torch's RMSNorm or LayerNorm, also with sequence parallelism: the norm of local layers.
-
-    megatron-core's `WrappedTorchNorm` refuses sequence parallelism, because the gradients of its
-    weights would be partial sums. Weights marked as here have them added up over the
-    tensor-parallel ranks by `finalize_model_grads`, as those of apex and Transformer Engine do.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any
-    ) -> torch.nn.Module:
-        kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
-        if config.normalization not in kinds:
-            raise ValueError(
-                f"--normalization {config.normalization}: choose one of {', '.join(kinds)}"
-            )
-        if config.layernorm_zero_centered_gamma:
-            raise ValueError("--apply-layernorm-1p needs --transformer-impl transformer_engine")
-        norm = kinds[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
