@@ -460,7 +460,8 @@ INSTANCES = {
 """Functions and parts that are replaced on our own model, by class and attribute
 (`megatron_patches.model.gpt`).
 
-Besides, norms of local layers are ours, by the spec: theirs refuse sequence parallelism.
+Besides, norms of local layers are ours, by the spec: theirs refuse sequence parallelism. Layers of
+a spec that `--spec` names are whatever it says (`megatron_patches.model.gemma`).
 """
 
 SETTINGS = {

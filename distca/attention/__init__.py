@@ -40,7 +40,11 @@ def select_kernel(
 
 
 def select_kernel_of_heads(
-    device_type: str, head_dim: int, value_dim: int, sm_margin: int = 0
+    device_type: str,
+    head_dim: int,
+    value_dim: int,
+    sm_margin: int = 0,
+    softcap: float | None = None,
 ) -> Kernel:
     """Makes the fastest kernel for keys and values whose heads may differ in size.
 
@@ -49,11 +53,17 @@ def select_kernel_of_heads(
         head_dim: elements of a query's and a key's head.
         value_dim: elements of a value's head.
         sm_margin: see `select_kernel`.
+        softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces, or None.
 
     Raises:
         ValueError: as `select_kernel`.
     """
-    kernel = select_kernel(device_type, max(head_dim, value_dim), sm_margin=sm_margin)
+    largest, capped = max(head_dim, value_dim), softcap is not None
+    kernel = select_kernel(device_type, largest, softcaps=capped, sm_margin=sm_margin)
+    if softcap is not None:
+        from distca.attention.softcap import SoftCapped
+
+        kernel = SoftCapped(kernel, softcap)
     if head_dim == value_dim:
         return kernel
     from distca.attention.filled_heads import FilledHeadsKernel

@@ -193,8 +193,12 @@ def _of_this_run(kept: Mapping[str, Any], saved: Namespace, tokenizer: Tokenizer
     scaling = {"factor": saved.rope_scaling_factor} if saved.use_rope_scaling else {}
     if "rope_theta" in values or not values.get("rope_parameters"):
         values |= base
-    if values.get("rope_parameters"):
-        values["rope_parameters"] = {**values["rope_parameters"], **base, **scaling}
+    if rope := values.get("rope_parameters"):
+        if main := rope.get("full_attention"):
+            # Each kind of layer has its own; flags are those of layers without a window.
+            values["rope_parameters"] = {**rope, "full_attention": {**main, **base}}
+        else:
+            values["rope_parameters"] = {**rope, **base, **scaling}
     if scaling and values.get("rope_scaling"):
         values["rope_scaling"] = {**values["rope_scaling"], **scaling}
     longest = max(values.get("max_position_embeddings") or 0, longest_positions(saved))

@@ -1,8 +1,7 @@
 """Families of models: mbridge's description of each, with what it lacks.
 
-Each class is mbridge's own for a `model_type`. Here it describes the model by a namespace of
-megatron-core's names instead of megatron-core's configuration, which needs a GPU's packages, and
-whose fields differ between versions. Only what mbridge says wrongly or not at all is added.
+Each class is mbridge's own for a `model_type`, or another's that is like it. Only what mbridge says
+wrongly or not at all is added.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from mbridge.models import (
 from megatron.core.activations import quick_gelu
 
 from distca.checkpoints.stored_weights import StoredTensor
-from megatron_patches.families.rotary import latent_rotary_flags, rope_parameters, rotary_flags
+from megatron_patches.families.described import Described, OlderConfig, Windowed, windows
+from megatron_patches.families.gemma import Gemma2, Gemma3
+from megatron_patches.families.rotary import latent_rotary_flags
 
 _NO_BIASES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -39,77 +40,6 @@ _GROUPED_EXPERTS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "norm_topk_prob": (True,),
 }
-
-
-class OlderConfig:
-    """A configuration of transformers 5 by the names of transformers 4, which mbridge reads."""
-
-    def __init__(self, config: Any) -> None:
-        rope = rope_parameters(config)
-        heads = config.num_attention_heads
-        self._config = config
-        self._changed = {
-            "rope_theta": rope["rope_theta"],
-            # Scaled angles are described by `rotary_flags` of the classes below.
-            "rope_scaling": None,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        changed = self.__dict__["_changed"]
-        return changed[name] if name in changed else getattr(self.__dict__["_config"], name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._changed or hasattr(self._config, name)
-
-
-class Described:
-    """What the classes here add to mbridge's.
-
-    Attributes:
-        supported: values of `config.json` that are converted, by name. A name that a configuration
-            lacks is passed over.
-    """
-
-    TransformerConfigClass = SimpleNamespace
-    supported: ClassVar[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
-    hf_config: Any
-
-    def _build_config(self) -> SimpleNamespace:
-        described: SimpleNamespace = super()._build_config()  # type: ignore[misc]
-        vars(described).update(self.mends())
-        return described
-
-    def _adjust_mapping_for_shared_weights(self) -> None:
-        """Does nothing: mbridge would change the tables of all models of the class."""
-
-    def mends(self) -> dict[str, Any]:
-        """Returns what mbridge says wrongly or not at all, by megatron-core's names."""
-        return {}
-
-    def rotary_flags(self) -> list[str]:
-        """Returns the flags of the rotary embedding.
-
-        Raises:
-            ValueError: Megatron-LM has none for it.
-        """
-        return rotary_flags(self.hf_config)
-
-    def sources(self, name: str) -> list[str]:
-        """Returns the names in transformers of what becomes one of Megatron's weights."""
-        found: list[str] = self._weight_name_mapping_mcore_to_hf(name)  # type: ignore[attr-defined]
-        return found
-
-    def read(self, name: str, tensor: StoredTensor) -> torch.Tensor:
-        """Reads the part of a source that becomes one of Megatron's weights."""
-        return tensor[:]
-
-
-class Windowed(Described):
-    """A family whose attention may have windows."""
-
-    def mends(self) -> dict[str, Any]:
-        return windows(self.hf_config)
 
 
 class Llama(Described, LLaMABridge):
@@ -363,22 +293,6 @@ def _groups(config: Any) -> dict[str, Any]:
     return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
 
 
-def windows(config: Any) -> dict[str, Any]:
-    """Returns the attention windows of a model's layers, by megatron-core's names.
-
-    A query sees itself and the window's other tokens before it.
-    """
-    window = getattr(config, "sliding_window", None)
-    if not window:
-        return {}
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    slides = [int(kind == "sliding_attention") for kind in kinds]
-    if not any(slides):
-        return {}
-    found: dict[str, Any] = {"window_size": (window - 1, 0)}
-    return found if all(slides) else found | {"window_attn_skip_freq": slides}
-
-
 def _qwen_experts(config: Any) -> dict[str, Any]:
     """Returns which layers have experts, and how their scores become weights."""
     layers = range(config.num_hidden_layers)
@@ -406,13 +320,13 @@ BRIDGES: dict[str, type[Described]] = {
     "deepseek_v3": DeepseekV3,
     "phi3": Phi3,
     "gpt_oss": GptOss,
+    "gemma2": Gemma2,
+    "gemma3_text": Gemma3,
 }
 """Families that are converted, by `model_type`."""
 
 MISSING = {
     "gemma": "GELU gates",
-    "gemma2": "soft caps of scores and logits, four norms in a layer and GELU gates",
-    "gemma3_text": "four norms in a layer, two rotary bases and GELU gates",
 }
 """What Megatron-LM has no flags for in other families, by `model_type`."""
 

@@ -61,7 +61,8 @@ def model_flags(config: Any, parser: ArgumentParser) -> list[str]:
             # Fine-tuning on long contexts has none, whatever the model was trained with.
             value = 0.0
         words += _words(actions, name, value)
-    words += _activation_flags(described)
+    layers = bridge.layers()
+    words += _activation_flags(described) if layers is None else _layer_flags(layers)
     if getattr(described, "q_lora_rank", None) or getattr(described, "kv_lora_rank", None):
         words.append("--multi-latent-attention")
     else:
@@ -109,6 +110,12 @@ def _activation_flags(described: SimpleNamespace) -> list[str]:
     return (
         ["--swiglu"] if described.activation_func is torch.nn.functional.silu else ["--quick-geglu"]
     )
+
+
+def _layer_flags(layers: str) -> list[str]:
+    """Returns the flags of layers of ours, whose gates have a function of their own."""
+    spec = ["--spec", "megatron_patches.model.gemma", layers]
+    return [*spec, "--transformer-impl", "local", "--swiglu", "--apply-layernorm-1p"]
 
 
 def _words(actions: Mapping[str, Action], name: str, value: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 LLAMA3_ROPE = {
@@ -13,6 +14,10 @@ LLAMA3_ROPE = {
 
 LATENT_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 """YaRN with multi-latent attention as megatron-core has it, where no flag chooses these."""
+
+
+LOCAL_ROTARY_BASE = 10000.0
+"""Rotary base of Gemma 3's layers with a window."""
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -27,6 +32,47 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
     rope.setdefault("rope_type", rope.get("type") or "default")
     return rope
+
+
+def main_rope_parameters(config: Any) -> dict[str, Any]:
+    """Returns a configuration's rotary embedding, of its layers without a window if others differ.
+
+    Raises:
+        ValueError: layers have several, and not as Gemma 3's.
+    """
+    return rope_parameters(SimpleNamespace(rope_parameters=_by_kind(config)["full_attention"]))
+
+
+def _by_kind(config: Any) -> dict[str, dict[str, Any]]:
+    """Returns the rotary embeddings of the two kinds of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if {*rope} == {"full_attention", "sliding_attention"}:
+        return dict(rope)
+    whole = rope_parameters(config)
+    return {"full_attention": whole, "sliding_attention": whole}
+
+
+def two_base_rotary_flags(config: Any) -> list[str]:
+    """Returns the flags of Gemma 3's rotary embeddings; its layers know the base of windows.
+
+    Raises:
+        ValueError: Megatron-LM has none for them, or layers with a window have another embedding.
+    """
+    kinds = _by_kind(config)
+    local, rope = kinds["sliding_attention"], kinds["full_attention"]
+    wanted = {"rope_theta": LOCAL_ROTARY_BASE, "rope_type": "default"}
+    if other := _others(local, wanted):
+        raise ValueError(f"rotary embedding of layers with a window with {other}: only {wanted}")
+    words, kind = _base_flags(rope), rope["rope_type"]
+    if kind == "default":
+        return words
+    factor = float(rope.get("factor") or 1)
+    if kind != "linear" or factor != int(factor):
+        raise ValueError(
+            f"rotary scaling of type {kind!r} by {factor} is not converted with two rotary bases, "
+            "only linear by a whole number"
+        )
+    return [*words, "--rotary-seq-len-interpolation-factor", str(int(factor))]
 
 
 def rotary_flags(config: Any) -> list[str]:

@@ -346,6 +346,7 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
         ("use_torch_fsdp2", False, "a graph's weights stay where they are"),
         ("attention_output_gate", False, "the layer has another form"),
         ("multi_latent_attention", False, "the layer has another form"),
+        ("spec", None, "layers of --spec may have another form"),
     ):
         found = vars(args)[flag]
         if found and found != value:
@@ -353,6 +354,7 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
             remedy = {
                 "hidden_dropout": "set --hidden-dropout 0",
                 "gradient_accumulation_fusion": "add --no-gradient-accumulation-fusion",
+                "spec": "remove one of the two",
             }.get(flag, f"remove --{name}" if found is True else f"remove --{name} {found}")
             raise ValueError(f"--distca-cuda-graphs: {why}, so {remedy}")
 

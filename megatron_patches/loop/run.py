@@ -21,7 +21,7 @@ from megatron_patches.loop.late_ranks import RankWatch, watch_ranks
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
 from megatron_patches.loop.save_lock import SaveLock
 from megatron_patches.loop.step_log import StepLog
-from megatron_patches.model.given_layers import given_spec
+from megatron_patches.model.features import check_features
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.pipeline.progress import Progress
 
@@ -187,8 +187,7 @@ def checked(
         # Checks make lists of all layers.
         check_memory(args, memory)
     validate(config, args)
-    if args.spec is not None:
-        given_spec(args.spec)
+    check_features(args)
     return answer
 
 

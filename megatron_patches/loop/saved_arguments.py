@@ -72,6 +72,8 @@ FUNCTION_FLAGS: tuple[str, ...] = (
     "softmax_type",
     "layernorm_epsilon",
     "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
+    "spec",
     "squared_relu",
     "quick_geglu",
     "glu_linear_offset",
@@ -88,7 +90,10 @@ _DATA: tuple[str, ...] = ("seed", "split")
 _LOADED: tuple[str, ...] = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 # Flags that turn off what their names in Megatron-LM's arguments turn on.
 _INVERSE = {"add_bias_linear": "disable_bias_linear"}
-_OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon"}
+_OTHER_NAMES = {
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+}
 
 
 def saved_arguments(common: dict[str, Any]) -> Namespace:

@@ -309,13 +309,25 @@ class PackedCoreAttention(_CoreAttentionModule):
 
 
 class DenseCoreAttention(_AnyHeads):
-    """Megatron's own core attention with a dense mask; layers may have different masks."""
+    """Megatron's own core attention with a dense mask; layers may have different masks.
+
+    Scores may have a soft cap.
+    """
 
     def __init__(
-        self, config: Any, layer_number: int, *args: Any, masks: LayerMasks, **kwargs: Any
+        self,
+        config: Any,
+        layer_number: int,
+        *args: Any,
+        masks: LayerMasks,
+        softcap: float | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
         self._masks, self._layer = masks, layer_number - 1
+        if softcap is not None:
+            softmax = self.scale_mask_softmax  # type: ignore[has-type]
+            self.scale_mask_softmax = _CappedSoftmax(softmax, softcap)
 
     def forward(
         self,
@@ -330,3 +342,15 @@ class DenseCoreAttention(_AnyHeads):
         (number,) = self._masks.select(range(len(self._masks.masks)), self._layer)
         own = attention_mask[:, number : number + 1]
         return super().forward(query, self._of_all_heads(key), value, own, *args, **kwargs)
+
+
+class _CappedSoftmax(torch.nn.Module):
+    """Megatron's masked softmax of scores that are bounded first."""
+
+    def __init__(self, softmax: Any, softcap: float) -> None:
+        super().__init__()
+        self._softmax, self._softcap = softmax, softcap
+
+    def forward(self, scores: torch.Tensor, *args: Any) -> Any:
+        """Returns the weights; arguments are those of Megatron's softmax."""
+        return self._softmax(torch.tanh(scores / self._softcap) * self._softcap, *args)

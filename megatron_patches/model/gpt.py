@@ -38,6 +38,7 @@ from megatron_patches.model.core_attention import (
 )
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
 from megatron_patches.model.experts import let_experts_add_biases, share_auxiliary_losses
+from megatron_patches.model.features import Features, add_features, features_of
 from megatron_patches.model.given_layers import block_of, given_spec, replace_core_attention
 from megatron_patches.model.latent_attention import (
     UnnormedQueries,
@@ -105,6 +106,7 @@ def build_model(
             masks_from_args(args),
             (sizes.head_dim, sizes.v_head_dim),
             transformer.multi_latent_attention,
+            features_of(args),
         ),
         args.spec,
     )
@@ -131,13 +133,16 @@ def build_model(
 
 def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTModel:
     """Makes a GPT model follow the token positions and nano-batches of our micro-batches."""
-    backend = args.attention_backend.name
+    backend, features = args.attention_backend.name, features_of(args)
     if core_attention_kind(config.enabled, args.transformer_impl, backend) != "megatron":
         if model.config.multi_latent_attention:
             rotate_layers_by_position_ids(model)
             average_gradients_of_query_norms(model)
         elif args.position_embedding_type in ("rope", "yarn"):
-            rotate_by_position_ids(model)
+            local = None if features is None else features.local_rotary_base
+            rotate_by_position_ids(model, local)
+    if features is not None:
+        add_features(model, features, masks_from_args(args))
     if args.transformer_impl == "local":
         let_experts_add_biases(model)
     if config.enabled:
@@ -173,7 +178,11 @@ def add_to_gradients_always(model: GPTModel) -> None:
 
 
 def _core_attention(
-    kind: CoreAttentionKind, masks: LayerMasks, heads: tuple[int, int], latents: bool
+    kind: CoreAttentionKind,
+    masks: LayerMasks,
+    heads: tuple[int, int],
+    latents: bool,
+    features: Features | None,
 ) -> Any | None:
     """Returns the core attention that replaces a layer spec's own; None: that stays.
 
@@ -182,17 +191,19 @@ def _core_attention(
         masks: masks of the layers.
         heads: elements of a key's head, and of a value's.
         latents: whether attention is multi-latent.
+        features: what the layers' spec asks for, or None.
     """
+    cap = None if features is None else features.score_cap
     if kind == "disaggregated":
         return DisaggregatedCoreAttention
     if kind == "packed":
         # All layers share the kernel, which keeps the documents' starts on the GPU.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         times = AttentionTimes(torch.device(device))
-        kernel = TimedKernel(select_kernel_of_heads(device, *heads), times)
+        kernel = TimedKernel(select_kernel_of_heads(device, *heads, softcap=cap), times)
         return ModuleSpec(PackedCoreAttention, params={"masks": masks, "kernel": kernel})
-    if kind == "dense mask" and (latents or len(masks.masks) > 1):
-        return ModuleSpec(DenseCoreAttention, params={"masks": masks})
+    if kind == "dense mask" and (latents or len(masks.masks) > 1 or features is not None):
+        return ModuleSpec(DenseCoreAttention, params={"masks": masks, "softcap": cap})
     return None
 
 

@@ -18,12 +18,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_patches.flags.sizes import ModelSizes
+from megatron_patches.model.features import features_of
 from megatron_patches.model.layers import transformer_layers
 from megatron_patches.model.rotary import split_rows
 
 
 def softmax_scale(args: Namespace) -> float:
-    """Returns the factor of core attention's scores, as Megatron's layers have it."""
+    """Returns the factor of core attention's scores, as the layers have it."""
+    features = features_of(args)
+    if features is not None:
+        return features.softmax_scale(args)
     scale = ModelSizes.from_args(args).head_dim ** -0.5
     if not args.multi_latent_attention:
         return scale

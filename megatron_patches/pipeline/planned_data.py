@@ -22,6 +22,7 @@ from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import PlannerConfig
 from megatron_patches.flags.step_memory import step_memory
+from megatron_patches.model.features import features_of
 from megatron_patches.pipeline.data_iterators import TRAIN
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.pipeline.servers import Servers, find_servers
@@ -82,7 +83,7 @@ class PlannedData:
         batches = BatchSizes.from_args(args)
         servers = find_servers(config, sizes, device, processes)
         planning = PlannerConfig.from_args(config, args, servers.layout.world_size)
-        shape = planning.schedule.shape
+        shape, features = planning.schedule.shape, features_of(args)
         return PlannedData(
             planning=planning,
             windows=windows,
@@ -96,6 +97,7 @@ class PlannedData:
                     servers.group,
                     device,
                     sizes.timeout,
+                    None if features is None else features.score_cap,
                 ),
                 shape,
                 planning.masks,

@@ -23,6 +23,7 @@ def build_core_attention(
     group: dist.ProcessGroup,
     device: torch.device,
     timeout: timedelta,
+    softcap: float | None = None,
 ) -> CoreAttention:
     """Makes what runs the plans on the ranks of a group. Collective.
 
@@ -32,6 +33,7 @@ def build_core_attention(
         group: process group of the ranks, which nothing else uses.
         device: device of the rows.
         timeout: time limit of an exchange.
+        softcap: bound of the scores, or None.
 
     Raises:
         ValueError: see `make_transport`.
@@ -40,7 +42,7 @@ def build_core_attention(
     times = AttentionTimes(device)
     return CoreAttention(
         make_transport(config.transport, group, device, timeout),
-        TimedKernel(select_kernel_of_heads(device.type, *heads, config.sm_margin), times),
+        TimedKernel(select_kernel_of_heads(device.type, *heads, config.sm_margin, softcap), times),
         Buffers(device, len(NANO_BATCHES) if config.ping_pong else 1),
         config.backward,
         Trace(device),

@@ -10,6 +10,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_patches.model.features import Features
+from megatron_patches.model.gemma import layer_spec
+
 
 class DampedLayer(TransformerLayer):
     """A layer that adds half of what Megatron's adds."""
@@ -28,5 +31,7 @@ _LAYER = get_gpt_layer_local_spec(normalization="RMSNorm")
 DAMPED = ModuleSpec(module=DampedLayer, submodules=_LAYER.submodules)
 CAPPED = copy.deepcopy(_LAYER)
 CAPPED.submodules.self_attention.submodules.core_attention = CappedAttention
+# Caps so small that they matter with small weights.
+SMALL_CAPS = layer_spec(Features(score_cap=0.02, logit_cap=0.2), qk_norms=False)
 WITHOUT_ATTENTION = copy.deepcopy(_LAYER)
 WITHOUT_ATTENTION.submodules.self_attention = ModuleSpec(module=TransformerLayer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ _LATENT_YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0},
     **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.8},
     "original_max_position_embeddings": 4096,
+}
+# The root of the hidden size is no number of bfloat16.
+_GEMMA = {"hidden_size": 96, "head_dim": 16, "sliding_window": 48, "tie_word_embeddings": True}
+TWO_BASES = {
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    "full_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+}
+_GEMMA3 = _GEMMA | {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": TWO_BASES,
 }
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 24}),
@@ -147,6 +158,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         _GROUPS | _LATENTS | {"q_lora_rank": None},
     ),
+    "gemma2": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 16}),
+    "gemma2, scores by hidden size": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 24}),
+    "gemma3_text": ("Gemma3TextConfig", _GEMMA3 | {"query_pre_attn_scalar": 16}),
+    "gemma3_text, scaled RoPE; scores by hidden size": (
+        "Gemma3TextConfig",
+        _GEMMA3
+        | {
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": TWO_BASES
+            | {
+                "full_attention": {
+                    "rope_theta": 500000.0,
+                    "rope_type": "linear",
+                    "factor": 8.0,
+                }
+            },
+        },
+    ),
 }
 """Cases by name: class of the configuration, and what differs from all others' sizes."""
 
@@ -169,12 +198,20 @@ def save_family(case: str, folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # Norms of all ones would hide one that is mistaken for another.
-            scale = 0.3 if "norm" in name else 0.1
-            weight.copy_(scale * torch.randn(weight.shape) + (1.0 if "norm" in name else 0.0))
+            # Norms of all ones would hide one that is mistaken for another. Gemma's differ from 1.
+            norm = "norm" in name
+            middle = float(norm and "gemma" not in case)
+            weight.copy_((0.3 if norm else 0.1) * torch.randn(weight.shape) + middle)
+            if "gemma" in case and "q_proj" in name:
+                # Scores so large that a soft cap matters.
+                weight.mul_(4)
         for name, buffer in model.named_buffers():
             if "correction" in name:
                 buffer.copy_(0.1 * torch.randn(buffer.shape))
     model.save_pretrained(folder)
     add_tokenizer(folder, 301)
+    if "gemma" in case:
+        # Else transformers takes the tokenizer for one of Gemma's own kind.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return model

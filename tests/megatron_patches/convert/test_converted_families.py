@@ -15,7 +15,15 @@ import torch
 
 from support.converted import add_tokenizer, convert, converted_logits
 from support.forks import ROOT, forking
-from support.small_families import CONFIGS, LLAMA3, save_family, small_config
+from support.small_families import (
+    CONFIGS,
+    LLAMA3,
+    TWO_BASES,
+    YARN,
+    save_family,
+    small_config,
+)
+from support.small_models import VOCABULARY, save_multimodal_model
 
 PAGE = ROOT / "docs" / "converting.md"
 
@@ -80,16 +88,37 @@ def test_logits_and_the_way_back(process, tmp_path: Path, case: str) -> None:
         assert (tmp_path / "back" / name).read_bytes() == content
 
 
-def back_and_forth(folder: Path, work: Path) -> None:
-    """Converts a model and its checkpoint with the default type of weights."""
-    convert(folder, "--to", work / "checkpoint")
-    convert("--checkpoint", work / "checkpoint", "--to", work / "back", "--check", "5,3,300,17")
+@pytest.mark.full
+def test_the_language_model_of_a_multimodal_one(process, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = save_multimodal_model("gemma3", tmp_path)
+    add_tokenizer(folder, VOCABULARY)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    given = load_file(folder / "model.safetensors")
+    # `--check` holds the logits against transformers'.
+    job = process.submit(back_and_forth, folder, tmp_path, "--float32", sample="5,3,200")
+    job.result(timeout=200)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == (
+        "gemma3_text"
+    )
+    theirs = {name.replace("language_model.", ""): each for name, each in given.items()}
+    assert [name for name, each in back.items() if not torch.equal(each, theirs[name])] == []
 
 
-def test_bfloat16(process, tmp_path: Path) -> None:
+def back_and_forth(folder: Path, work: Path, *given: str, sample: str = "5,3,300,17") -> None:
+    """Converts a model and its checkpoint."""
+    convert(folder, "--to", work / "checkpoint", *given)
+    convert("--checkpoint", work / "checkpoint", "--to", work / "back", "--check", sample)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "gemma2"])
+def test_bfloat16(process, tmp_path: Path, case: str) -> None:
     from safetensors.torch import load_file, save_file
 
-    save_family("deepseek_v3", tmp_path / "model")
+    save_family(case, tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     weights = {
         # As the published model has it.
@@ -150,8 +179,7 @@ def test_flags_of_either_version_of_the_library(tmp_path: Path, scaling: str) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, r"gemma2, .* not converted \(Megatron-LM has no flags for soft"),
-        ({"model_type": "gemma3_text"}, "no flags for four norms in a layer, two rotary bases"),
+        ({"model_type": "gemma"}, r"gemma, .* not converted \(Megatron-LM has no flags for GELU"),
         ({"model_type": "opt"}, "opt, which is not converted: only these are: llama"),
         ({"attention_bias": True}, "attention_bias in config.json is True: .* only .* with False"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "of type 'dynamic'"),
@@ -209,6 +237,24 @@ MIXED = {
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
             "needs factor, mscale and",
+        ),
+    ),
+    "gemma2": (
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping in config.json is 30.0"),
+        ({"final_logit_softcapping": None}, "final_logit_softcapping in config.json is None"),
+        ({"hidden_activation": "silu"}, "hidden_activation in config.json is 'silu'"),
+        ({"query_pre_attn_scalar": 17}, r"is 17: .* head_dim \(16\) or .*heads \(24\) are"),
+    ),
+    "gemma3_text": (
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping in config.json is 50.0"),
+        ({"sliding_window": None}, "sliding_window in config.json is null"),
+        (
+            {"rope_parameters": TWO_BASES | {"sliding_attention": {"rope_theta": 1e3}}},
+            "layers with a window with {'rope_theta': 1000.0",
+        ),
+        (
+            {"rope_parameters": TWO_BASES | {"full_attention": YARN}},
+            "'yarn' by 32.0 is not converted with two rotary bases",
         ),
     ),
     "qwen3": (({"attention_bias": True}, "attention_bias in config.json is True"),),

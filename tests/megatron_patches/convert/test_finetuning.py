@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distca.inference.models import FAMILIES as SERVED
 from support.forks import ROOT
 from support.pretraining import LOSS, run_command
 from support.small_families import CONFIGS, save_family
@@ -65,8 +66,11 @@ def test_twenty_steps_from_a_converted_model(tmp_path: Path, family: str) -> Non
     assert losses[-1] < losses[0] - 1
     said = distca("convert", "--checkpoint", save, "--to", tmp_path / "back", *sample)
     assert said.startswith("5 tokens: logits differ by at most ")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["model_type"] == family.partition(",")[0]
+    if config["model_type"] in SERVED:
+        answer = ["--prompt", "w5 w3", "--max-tokens", "3", "--dtype", "float32", "--check"]
+        assert "3 of 3 tokens the same: equal" in distca("generate", tmp_path / "back", *answer)
     before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("model", "back"))
     assert {*before} == {*after}
     assert all((before[name] != after[name]).any() for name in before)
-    config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config["model_type"] == family.partition(",")[0]

@@ -237,6 +237,18 @@ def test_what_training_changes_is_in_the_configuration() -> None:
     }
 
 
+def test_training_changes_the_rotary_base_of_layers_without_windows() -> None:
+    local, main = {"rope_theta": 1e4}, {"rope_type": "linear", "factor": 8.0}
+    kept = {"rope_parameters": {"sliding_attention": local, "full_attention": main}}
+    saved = Namespace(**{**vars(SAVED), "rotary_base": 500000, "padded_vocab_size": 128})
+    tokenizer = build_tokenizer("NullTokenizer", None, 76)
+    values = to_hugging_face_module._of_this_run(kept, saved, tokenizer)
+    assert values["rope_parameters"] == {
+        "sliding_attention": local,
+        "full_attention": main | {"rope_theta": 5e5},
+    }
+
+
 def test_a_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
     import tokenizers
 

@@ -48,6 +48,16 @@ def test_the_folder_s_model_is_the_run_s(folder: Path) -> None:
     assert args.attention_dropout == 0
 
 
+def test_layers_of_the_model_are_the_run_s(tmp_path: Path) -> None:
+    small_config("gemma3_text").save_pretrained(tmp_path)
+    add_tokenizer(tmp_path, 301)
+    args = parse(tmp_path, "--rotary-base", "9000000")
+    assert args.spec == ["megatron_patches.model.gemma", "GEMMA3"]
+    assert (args.qk_layernorm, args.window_size) == (True, (47, 0))
+    with pytest.raises(ValueError, match=r"--spec \['support.own_layers', 'DAMPED'\] \(--spec \["):
+        parse(tmp_path, "--spec", "support.own_layers", "DAMPED")
+
+
 def test_a_run_chooses_what_longer_documents_need(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
