@@ -149,6 +149,7 @@ class Batch:
         if of_predictions:
             self._check_count(logits, len(self.predictions.rows), "predictions")
         else:
+            logits = self._without_padding(logits)
             self._check_count(logits, len(self.tokens), "tokens")
         # All ranks' targets, on the CPU: all ranks refuse, and nothing waits for a device.
         targets = self.nodes.predictions[2]
@@ -193,6 +194,7 @@ class Batch:
         """
         placement = self.plans[0].placement
         numbers = [self.nodes.of_rank(placement, rank) for rank in range(placement.world_size)]
+        values = self._without_padding(values)
         found = self._gather(values, numbers, int(self.nodes.own_lengths.sum()), "tokens")
         ends = np.cumsum(self.nodes.counts)
         of_documents = np.add.reduceat(self.nodes.own_lengths, ends - self.nodes.counts)
@@ -290,6 +292,10 @@ class Batch:
         everyone = mine.detach().clone()
         dist.all_reduce(everyone, group=self.group)
         return mine + (everyone - mine.detach())
+
+    def _without_padding(self, rows: torch.Tensor) -> torch.Tensor:
+        """Leaves out the row that `inputs_of` gives a model on a rank without tokens."""
+        return rows[:0] if len(rows) == 1 and not len(self.tokens) else rows
 
     @staticmethod
     def _check_count(values: torch.Tensor, count: int, what: str) -> None:

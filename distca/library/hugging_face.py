@@ -21,11 +21,14 @@ import torch
 
 from distca.cost.volume import AttentionShape
 from distca.library.batch import Batch
+from distca.library.documents import IGNORED
 from distca.library.operation import core_attention
 from distca.plan import Mask
 
 IMPLEMENTATION = "distca"
 """Value of `attn_implementation`."""
+_PADDED = "distca_padded"
+"""Argument of models: whether their only row is padding."""
 
 
 def register() -> None:
@@ -133,24 +136,34 @@ class _NoMask:
 def inputs_of(batch: Batch) -> dict[str, Any]:
     """Returns the arguments of a causal language model for this rank's tokens, `[1, rows]` each.
 
+    A rank without tokens has one row of padding, since models need one. No token sees it, and it
+    has no label. `Batch.loss` and `Batch.gather` leave it out.
+
     The loss that the model then returns is divided by the targets of all ranks. With trees there
     are no labels: give the model's logits to `Batch.loss`. The `attention_mask` is no tensor: a
     model with another `attn_implementation` looks at it, and raises a `ValueError`.
     """
+    padded = not len(batch.tokens)
     arguments = {
-        "input_ids": batch.tokens[None],
+        "input_ids": _padded(batch.tokens, 0),
         "attention_mask": _NoMask(),
-        "position_ids": batch.positions[None],
+        "position_ids": _padded(batch.positions, 0),
         "use_cache": False,
         IMPLEMENTATION: batch.handle,
+        _PADDED: padded,
     }
     if batch.nodes.have_trees:
         return arguments
-    targets = batch.targets[None]
+    targets = _padded(batch.targets, IGNORED)
     # The model would shift labels, but the next token may be on another rank. A micro-batch may be
     # all prompt.
     labels = {"labels": targets, "shift_labels": targets}
     return arguments | labels | {"num_items_in_batch": max(batch.num_targets, 1)}
+
+
+def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
+    """Returns rows, or one of padding if there are none, `[1, rows]`."""
+    return rows[None] if len(rows) else rows.new_full((1, 1), padding)
 
 
 def _attend(
@@ -166,6 +179,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     distca: int | None = None,
+    distca_padded: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Core attention of a layer, as transformers call it.
@@ -183,6 +197,7 @@ def _attend(
         s_aux: the sink of each head, or None.
         is_causal: not False.
         distca: handle of the batch.
+        distca_padded: whether the only row is padding, whose output is 0.
 
     Returns:
         The output, `[1, rows, heads, head_dim]`, and no weights.
@@ -203,6 +218,11 @@ def _attend(
     mask = Mask() if sliding_window is None else Mask(window_left=sliding_window - 1)
     # Under autocast rotary embeddings give queries and keys in float32.
     q, k, v = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
+    if distca_padded:
+        q, k, v = q[:0], k[:0], v[:0]
     cap = softcap or 0.0
     out = core_attention(q, k, v, distca, mask=mask, scale=scaling, sink_H=s_aux, softcap=cap)
+    if distca_padded:
+        # It keeps the graph, since the backward pass is collective, too.
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[None], None
