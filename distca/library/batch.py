@@ -136,21 +136,26 @@ class Batch:
                 nothing.
 
         Raises:
-            ValueError: there is not a row for each token or prediction of this rank, or the
-                batch's core attention has not run: another one gives wrong logits; or a target is
-                beyond the vocabulary.
+            ValueError: there is not a row for each token or prediction of this rank; they are no
+                floating-point numbers; the batch's core attention has not run: another one gives
+                wrong logits; or a target is beyond the vocabulary.
         """
         if not self.progress.attended:
             raise ValueError(
                 "core attention of this batch has not run: make the model with "
                 'attn_implementation="distca", or call core_attention in every layer'
             )
-        logits = logits.reshape(-1, logits.shape[-1])
+        if isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == 1:
+            logits = logits[0]
+        if _is_no_tensor(logits, 2):
+            raise ValueError(
+                f"logits are {_kind(logits)}: give the model's, floating-point numbers "
+                "[rows, vocabulary] or [1, rows, vocabulary]"
+            )
         if of_predictions:
-            self._check_count(logits, len(self.predictions.rows), "predictions")
+            self._check_predictions(logits)
         else:
-            logits = self._without_padding(logits)
-            self._check_count(logits, len(self.tokens), "tokens")
+            logits = self._of_tokens(logits)
         # All ranks' targets, on the CPU: all ranks refuse, and nothing waits for a device.
         targets = self.nodes.predictions[2]
         if len(targets) and int(targets.max()) >= logits.shape[1]:
@@ -182,7 +187,7 @@ class Batch:
 
         Args:
             values: a value, or a row of values, for each token of this rank, `[rows, …]`; the same
-                dtype and further sizes on all ranks.
+                dtype and further sizes on all ranks: gloo ends the process otherwise.
 
         Returns:
             For each document a tensor `[tokens, …]`, such as the tokens' losses; of a tree the
@@ -194,8 +199,8 @@ class Batch:
         """
         placement = self.plans[0].placement
         numbers = [self.nodes.of_rank(placement, rank) for rank in range(placement.world_size)]
-        values = self._without_padding(values)
-        found = self._gather(values, numbers, int(self.nodes.own_lengths.sum()), "tokens")
+        values = self._of_tokens(values)
+        found = self._gather(values, numbers, int(self.nodes.own_lengths.sum()))
         ends = np.cumsum(self.nodes.counts)
         of_documents = np.add.reduceat(self.nodes.own_lengths, ends - self.nodes.counts)
         return list(torch.split(found, of_documents.tolist()))
@@ -208,7 +213,7 @@ class Batch:
 
         Args:
             values: a value for each prediction of this rank, `[predictions]`, such as
-                `log_probabilities`; the same dtype on all ranks.
+                `log_probabilities`; the same dtype on all ranks: gloo ends the process otherwise.
 
         Returns:
             For each rollout of the trees, by its number, a tensor `[tokens]`: the value of the
@@ -225,10 +230,10 @@ class Batch:
         ]
         total = int(self.nodes.own_lengths.sum())
         # The last one is for what documents predict.
-        self._check_count(values, len(numbers[self.rank]), "predictions")
+        self._check_predictions(values)
         found: torch.Tensor = _GatheredValues.apply(  # type: ignore[no-untyped-call]
             values,
-            lambda mine: self._gather(mine, numbers, total + 1, "predictions"),
+            lambda mine: self._gather(mine, numbers, total + 1),
             torch.from_numpy(numbers[self.rank]).to(values.device),
             self.group,
         )
@@ -267,7 +272,7 @@ class Batch:
 
         Args:
             values: a value for each prediction of this rank, `[predictions]`, such as
-                `log_probabilities`.
+                `log_probabilities`; the same dtype on all ranks: gloo ends the process otherwise.
 
         Returns:
             A sum for each of `rollouts`, in their order, `[rollouts]`.
@@ -277,11 +282,11 @@ class Batch:
                 floating-point numbers of one dimension. The other ranks wait then, until this one
                 ends.
         """
-        self._check_count(values, len(self.predictions.rows), "predictions")
-        if values.dim() != 1 or not values.is_floating_point():
+        self._check_predictions(values)
+        if _is_no_tensor(values, 1):
             raise ValueError(
-                f"values are {values.dtype} {list(values.shape)}: give floating-point numbers of "
-                "one dimension, one for each prediction"
+                f"values are {_kind(values)}: give floating-point numbers of one dimension, one "
+                "for each prediction"
             )
         tokens = self.rollout_tokens()
         order = torch.tensor(self.rollouts, dtype=torch.int64, device=values.device)
@@ -293,22 +298,23 @@ class Batch:
         dist.all_reduce(everyone, group=self.group)
         return mine + (everyone - mine.detach())
 
-    def _without_padding(self, rows: torch.Tensor) -> torch.Tensor:
-        """Leaves out the row that `inputs_of` gives a model on a rank without tokens."""
-        return rows[:0] if len(rows) == 1 and not len(self.tokens) else rows
+    def _of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Checks that there is a row for each token of this rank, and returns them without the one
+        that `inputs_of` gives a model on a rank without tokens."""
+        count = len(self.tokens)
+        if not count and isinstance(values, torch.Tensor) and values.dim() and len(values) == 1:
+            return values[:0]
+        _check_count(values, count, "tokens")
+        return values
 
-    @staticmethod
-    def _check_count(values: torch.Tensor, count: int, what: str) -> None:
-        if len(values) != count:
-            raise ValueError(
-                f"{len(values)} values are given for {count} {what} of this rank: give one for each"
-            )
+    def _check_predictions(self, values: torch.Tensor) -> None:
+        """Checks that there is a row for each prediction of this rank."""
+        _check_count(values, len(self.predictions.rows), "predictions")
 
     def _gather(
-        self, values: torch.Tensor, numbers: Sequence[np.ndarray], total: int, what: str
+        self, values: torch.Tensor, numbers: Sequence[np.ndarray], total: int
     ) -> torch.Tensor:
         """Puts values of all ranks in one tensor `[total, …]`: `numbers` has each rank's places."""
-        self._check_count(values, len(numbers[self.rank]), what)
         most = max(len(each) for each in numbers)
         mine = values.new_zeros((most, *values.shape[1:]))
         mine[: len(values)] = values.detach()
@@ -318,6 +324,37 @@ class Batch:
         for places, each in zip(numbers, everyone, strict=True):
             found[torch.from_numpy(places).to(found.device)] = each[: len(places)]
         return found
+
+
+def _kind(values: object) -> str:
+    """Says what is given as values."""
+    if isinstance(values, torch.Tensor):
+        return f"{values.dtype} {list(values.shape)}"
+    return f"a {type(values).__name__}"
+
+
+def _is_no_tensor(values: object, dimensions: int) -> bool:
+    """Returns whether values are anything else than floating-point numbers of some dimensions."""
+    if not isinstance(values, torch.Tensor):
+        return True
+    return values.dim() != dimensions or not values.is_floating_point()
+
+
+def _check_count(values: object, count: int, what: str) -> None:
+    """Checks that there is a row for each of something.
+
+    Raises:
+        ValueError: there are fewer or more, or values are no tensor with rows.
+    """
+    if not isinstance(values, torch.Tensor) or not values.dim():
+        raise ValueError(
+            f"values are {_kind(values)}: give a tensor, one row for each of the {count} {what} of "
+            "this rank"
+        )
+    if len(values) != count:
+        raise ValueError(
+            f"{len(values)} values are given for {count} {what} of this rank: give one for each"
+        )
 
 
 class _GatheredValues(torch.autograd.Function):

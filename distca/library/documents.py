@@ -103,11 +103,18 @@ def check_tensor(what: str, tensor: object, dtype: torch.dtype) -> None:
     wanted = str(dtype).removeprefix("torch.")
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what} are a {type(tensor).__name__}: give a tensor, {wanted}")
+    if not is_dense(tensor):
+        raise ValueError(f"{what} are a nested or sparse tensor: give a dense one")
     if tensor.dim() != 1 or tensor.dtype != dtype or tensor.device.type != "cpu":
         raise ValueError(
             f"{what} are {tensor.dtype} {list(tensor.shape)} on {tensor.device}: give a tensor of "
             f"one dimension, {wanted}, on the CPU"
         )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is neither nested nor sparse."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def check_tokens(what: str, tokens: object) -> None:

@@ -90,7 +90,7 @@ class PlanDocuments:
         if twice:
             raise ValueError(
                 f"two rollouts are number {twice[0]} in one micro-batch: give `share_prefixes` "
-                "another `first` for each call"
+                "another `first` for each call, or give the rollouts instead of their trees"
             )
         scheduler = TilesScheduler(self.config)
         paths = nodes.in_plans

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.library.documents import Document
+from distca.library.documents import Document, is_dense
 from distca.library.nodes import Nodes
 from distca.library.trees import Rollout, Tree, share_prefixes
 
@@ -64,15 +64,13 @@ def split_packed(
 
     Raises:
         ValueError: `cu_seqlens` does not rise from 0 to the number of tokens, a tensor is none or
-            has another dtype, there are more or fewer weights, or see `Rollout`.
+            has another shape or dtype, there are more or fewer weights, a weight that is not 0
+            would be in float32, or see `Rollout`.
     """
     for name, each in (("tokens", tokens), ("cu_seqlens", cu_seqlens)):
-        whole = isinstance(each, torch.Tensor) and not (
-            each.is_floating_point() or each.is_complex() or each.dtype == torch.bool
-        )
-        if not whole:
-            kind = each.dtype if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
-            raise ValueError(f"{name} are {kind}: give a tensor of integers")
+        _check_packed(name, each)
+        if each.is_floating_point() or each.is_complex() or each.dtype == torch.bool:
+            raise ValueError(f"{name} are {each.dtype}: give a tensor of integers")
     flat = tokens.detach().reshape(-1).cpu().long()
     edges = cu_seqlens.detach().cpu().long()
     if edges.dim() != 1 or len(edges) < 2 or int(edges[0]) or int(edges[-1]) != len(flat):
@@ -84,14 +82,51 @@ def split_packed(
         raise ValueError("cu_seqlens does not rise: a sequence has no tokens")
     found: list[torch.Tensor | None] = [None] * len(sizes)
     if weights is not None:
-        if not isinstance(weights, torch.Tensor):
-            raise ValueError(f"weights are a {type(weights).__name__}: give a tensor")
-        if weights.numel() != len(flat):
-            raise ValueError(
-                f"{weights.numel()} weights are given for {len(flat)} tokens: give one for each"
-            )
-        found = list(torch.split(weights.reshape(-1).cpu().float(), sizes))
+        found = list(torch.split(_packed_weights(weights, len(flat)), sizes))
     return [Rollout(*each) for each in zip(torch.split(flat, sizes), found, strict=True)]
+
+
+def _check_packed(name: str, given: object) -> None:
+    """Checks a tensor of `split_packed`: `[n]` or `[1, n]`.
+
+    Raises:
+        ValueError: it is no such tensor.
+    """
+    if not isinstance(given, torch.Tensor):
+        wanted = "a tensor" if name == "weights" else "a tensor of integers"
+        raise ValueError(f"{name} are a {type(given).__name__}: give {wanted}")
+    if given.is_nested:
+        raise ValueError(f"{name} are a nested tensor: give its values() and its offsets()")
+    if not is_dense(given):
+        raise ValueError(f"{name} are a sparse tensor: give a dense one")
+    if given.dim() != 1 and not (given.dim() == 2 and len(given) == 1):
+        raise ValueError(
+            f"{name} are {list(given.shape)}: give all sequences one after the other, in one "
+            "dimension"
+        )
+
+
+def _packed_weights(weights: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the weights of `count` packed tokens, float32 `[tokens]`, on the CPU.
+
+    Raises:
+        ValueError: see `split_packed`.
+    """
+    _check_packed("weights", weights)
+    if weights.is_complex():
+        raise ValueError(f"weights are {weights.dtype}: give real numbers")
+    if weights.numel() != count:
+        raise ValueError(
+            f"{weights.numel()} weights are given for {count} tokens: give one for each"
+        )
+    given = weights.reshape(-1).cpu()
+    found = given.float()
+    if bool(((found == 0) & (given != 0)).any()):
+        raise ValueError(
+            "a weight is not 0, but would be in float32, and its token would not be trained: "
+            "give larger weights"
+        )
+    return found
 
 
 def share_documents(

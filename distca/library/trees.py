@@ -7,8 +7,9 @@ rollouts one by one, for less work.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,8 @@ class Tree:
 
     Raises:
         ValueError: a node has no tokens or a negative one, a parent is no earlier node, lengths or
-            numbers are wrong, a weight is not finite, or a token of a two-way node is trained.
+            numbers are wrong, a number is given twice, a weight is not finite, or a token of a
+            two-way node is trained.
     """
 
     nodes: tuple[torch.Tensor, ...]
@@ -94,10 +96,16 @@ class Tree:
     two_way: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            given = getattr(self, name)
+            if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+                raise ValueError(f"a tree's {name} are a {type(given).__name__}: give a tuple")
+            object.__setattr__(self, name, tuple(given))
         if not len(self.nodes) == len(self.parents) > 0:
             raise ValueError("a tree needs nodes, and a parent for each of them")
         for number, (tokens, parent) in enumerate(zip(self.nodes, self.parents, strict=True)):
             check_tokens(f"node {number}", tokens)
+            check_integer(f"the parent of node {number}", parent, -1)
             if not (parent == -1 if number == 0 else 0 <= parent < number):
                 raise ValueError(
                     f"node {number} has the parent {parent}: give an earlier node, or -1 for the "
@@ -105,19 +113,24 @@ class Tree:
                 )
         if not len(self.rollouts) == len(self.ends) == len(self.last_weights):
             raise ValueError("a tree needs the last node and the weights of each of its rollouts")
-        if not all(0 <= end < len(self.nodes) for end in self.ends):
-            raise ValueError("a rollout ends with a node that is not there")
-        for rollout, weights in zip(self.rollouts, self.last_weights, strict=True):
-            check_integer("a rollout's number", rollout, 0, _MOST)
-            check_weights(f"rollout {rollout}", weights)
         for rollout, end, weights in zip(self.rollouts, self.ends, self.last_weights, strict=True):
+            check_integer("a rollout's number", rollout, 0, _MOST)
+            check_integer(f"the last node of rollout {rollout}", end, 0)
+            if end >= len(self.nodes):
+                raise ValueError(f"rollout {rollout} ends with node {end}, which is not there")
+            check_weights(f"rollout {rollout}", weights)
             if len(weights) >= sum(len(self.nodes[each]) for each in self.path(end)):
                 raise ValueError(f"rollout {rollout} has a weight for its first token, or more")
         self._check_two_way()
+        for what, numbers in (("rollout", self.rollouts), ("two-way node", self.two_way)):
+            twice = [each for each, count in Counter(numbers).items() if count > 1]
+            if twice:
+                raise ValueError(f"a tree has {what} {twice[0]} twice: give each number once")
 
     def _check_two_way(self) -> None:
         for node in self.two_way:
-            if not 0 <= node < len(self.nodes):
+            check_integer("a two-way node", node, 0)
+            if node >= len(self.nodes):
                 raise ValueError(f"node {node} is two-way, but is not there")
         for rollout, end, weights in zip(self.rollouts, self.ends, self.last_weights, strict=True):
             left = weights

@@ -34,12 +34,23 @@ def test_models_with_another_attention_refuse_batches(ranks: Any) -> None:
         assert "trained, but the logits are of 5 tokens" in found.pop("vocabulary")
         for name in ("whole values", "rows of values"):
             assert "give floating-point numbers of one dimension" in found.pop(name)
+        assert "values are a list: give a tensor, one row for each of" in found.pop(
+            "list of values"
+        )
+        for name in ("one value", "one value to sum"):
+            assert "values are torch.float32 []: give a tensor, one row for" in found.pop(name)
+        assert "logits are a list: give the model's" in found.pop("list of logits")
+        assert "logits are torch.int64 [" in found.pop("whole logits")
+        assert "give the model's, floating-point numbers [rows, vocab" in found.pop(
+            "rows of logits"
+        )
         assert len(found) == 10
         for name, message in found.items():
             assert 'attn_implementation="distca"' in message, (name, message)
 
 
 TOKENS, ONES, EDGES = torch.arange(4), torch.ones(3), torch.tensor([0, 2, 4])
+NESTED = torch.nested.nested_tensor([TOKENS[:1], TOKENS[1:]], layout=torch.jagged)
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "ignored token": (lambda: tree(torch.tensor([1, -100, 5, 6])), "node 0 has a negative token"),
     "negative token": (lambda: tree(torch.tensor([1, -2, 5, 6])), "node 0 has a negative token"),
@@ -69,6 +80,33 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "float edges": (lambda: split_packed(TOKENS, EDGES / 1), "cu_seqlens are torch.float32: give"),
     "packed list": (lambda: split_packed([1, 2], EDGES), "tokens are a list: give a tensor of int"),  # type: ignore[arg-type]
     "edge list": (lambda: split_packed(TOKENS, [0, 4]), "cu_seqlens are a list: give a tensor of"),  # type: ignore[arg-type]
+    "packed rows": (
+        lambda: split_packed(TOKENS.reshape(2, 2), EDGES),
+        "tokens are [2, 2]: give al",
+    ),
+    "packed nested": (lambda: split_packed(NESTED, EDGES), "nested tensor: give its values() and"),
+    "packed sparse": (
+        lambda: split_packed(TOKENS.to_sparse(), EDGES),
+        "sparse tensor: give a dense",
+    ),
+    "weight rows": (
+        lambda: split_packed(TOKENS, EDGES, torch.ones(2, 2)),
+        "weights are [2, 2]: give all",
+    ),
+    "complex weights": (
+        lambda: split_packed(TOKENS, EDGES, torch.ones(4, dtype=torch.complex64)),
+        "weights are torch.complex64: give real numbers",
+    ),
+    "tiny weights": (
+        lambda: split_packed(TOKENS, EDGES, torch.tensor([0, 1, 1e-300, 0], dtype=torch.float64)),
+        "a weight is not 0, but would be in float32",
+    ),
+    "sparse": (lambda: Rollout(TOKENS.to_sparse()), "are a nested or sparse tensor: give a dense"),
+    "nested": (lambda: Rollout(NESTED), "are a nested or sparse tensor: give a dense"),
+    "sparse weights": (
+        lambda: Rollout(TOKENS, torch.ones(4).to_sparse()),
+        "or sparse tensor: give",
+    ),
     "no tokens": (lambda: Document(None), "tokens are a NoneType: give a tensor"),  # type: ignore[arg-type]
 }
 
@@ -80,8 +118,52 @@ def tree(tokens: torch.Tensor, weights: torch.Tensor = ONES, number: Any = 0) ->
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_a_value_are_refused(name: str) -> None:
     mistake, message = MISTAKES[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         mistake()
+
+
+OF_TREES: dict[str, tuple[dict[str, Any], str]] = {
+    "float parent": ({"parents": (-1, 0.0)}, "the parent of node 1 is 0.0: give a whole number"),
+    "bool parent": ({"parents": (-1, False)}, "the parent of node 1 is False: give a whole number"),
+    "float end": ({"ends": (1.0, 1)}, "the last node of rollout 0 is 1.0: give a whole number"),
+    "end text": ({"ends": ("a", 1)}, "the last node of rollout 0 is 'a': give a whole number"),
+    "end": ({"ends": (0, 2)}, "rollout 1 ends with node 2, which is not there"),
+    "two-way 0": ({"two_way": 0}, "a tree's two_way are a int: give a tuple"),
+    "two-way half": ({"two_way": (0.5,)}, "a two-way node is 0.5: give a whole number"),
+    "two-way True": ({"two_way": (True,)}, "a two-way node is True: give a whole number"),
+    "two-way twice": ({"two_way": (0, 0)}, "two-way node 0 twice: give each number once"),
+    "two-way 2": ({"two_way": (2,)}, "node 2 is two-way, but is not there"),
+    "no nodes": ({"nodes": None}, "a tree's nodes are a NoneType: give a tuple"),
+    "nodes of rows": (
+        {"nodes": torch.ones(2, 4).long()},
+        "a tree's nodes are a Tensor: give a tup",
+    ),
+    "rollout twice": ({"rollouts": (0, 0)}, "a tree has rollout 0 twice: give each number once"),
+}
+
+
+GOOD_TREE: dict[str, Any] = {
+    "nodes": (TOKENS, TOKENS),
+    "parents": (-1, 0),
+    "rollouts": (0, 1),
+    "ends": (0, 1),
+    "last_weights": (ONES * 0, ONES),
+}
+
+
+@pytest.mark.parametrize("name", OF_TREES)
+def test_trees_of_other_values_are_refused(name: str) -> None:
+    given, message = OF_TREES[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Tree(**GOOD_TREE | given)
+
+
+def test_a_tree_keeps_what_a_list_had() -> None:
+    """A list may change after it was checked."""
+    parents = [-1, 0]
+    made = Tree(**GOOD_TREE | {"parents": parents})
+    parents[1] = 7
+    assert made.parents == (-1, 0)
 
 
 def test_whole_numbers_of_numpy_and_generators_are_taken() -> None:

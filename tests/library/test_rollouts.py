@@ -218,7 +218,10 @@ def test_mistakes_are_refused() -> None:
         (lambda: PLAN([]), "no documents"),
         (lambda: PLAN([share_prefixes([Rollout(tokens)])]), "a tuple is given"),
         (lambda: PLAN(share_prefixes([Rollout(tokens)])[0]), "a Tree is given"),
-        (lambda: PLAN([*share_prefixes([Rollout(tokens)]) * 2]), "two rollouts are number 0"),
+        (
+            lambda: PLAN([*share_prefixes([Rollout(tokens)]) * 2]),
+            "number 0 in one .* or give the rollouts",
+        ),
         (lambda: replace(PLAN, scheduler="greedy")(share_prefixes([Rollout(tokens)])), "tiles"),
         (lambda: Nodes(as_documents([Rollout(tokens, 3e38 * ones)] * 3)).predictions, "infinity"),
         (lambda: Tree((tokens, tokens), (-1, 1), (0,), (1,), (ones,)), "earlier node"),

@@ -51,6 +51,12 @@ def with_other_attention() -> dict[str, str]:
         "vocabulary": message_of(lambda: attended.loss(zeros[:, :5])),
         "whole values": message_of(lambda: attended.sum_rollouts(values.long())),
         "rows of values": message_of(lambda: attended.sum_rollouts(values[:, None])),
+        "list of values": message_of(lambda: attended.gather_rollouts(values.tolist())),  # type: ignore[arg-type]
+        "one value": message_of(lambda: attended.gather_rollouts(values.sum())),
+        "one value to sum": message_of(lambda: attended.sum_rollouts(values.sum())),
+        "list of logits": message_of(lambda: attended.loss([1])),  # type: ignore[arg-type]
+        "whole logits": message_of(lambda: attended.loss(zeros.long())),
+        "rows of logits": message_of(lambda: attended.loss(zeros.reshape(-1, 1, zeros.shape[1]))),
         "loss": message_of(lambda: unattended.loss(zeros)),
         "log-probabilities": message_of(lambda: unattended.log_probabilities(zeros)),
         "policy": message_of(lambda: run(policy, "rollouts")),
