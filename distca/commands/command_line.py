@@ -88,6 +88,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
 
 
+def file_name(text: str) -> Path:
+    """Returns the file that a flag names. An empty name would be the current folder.
+
+    Raises:
+        argparse.ArgumentTypeError: the name is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: give the name of a file")
+    return Path(text)
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Says that there is nothing of a name, which name is nearest, and all names.
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from distca.commands import html_page, planned_heads, serving_step
-from distca.commands.command_line import Parser, check_outputs, unknown
+from distca.commands.command_line import Parser, check_outputs, file_name, unknown
 from distca.commands.least_buffer import refusal
 from distca.commands.plan_config import (
     JUDGING,
@@ -100,7 +100,7 @@ def build_parser() -> Parser:
     )
     documents.add_argument(
         "--lengths",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help="Lengths in tokens: a JSON list, used as it is, or the .idx file of a Megatron "
         "dataset, from which a batch is drawn.",

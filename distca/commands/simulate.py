@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 from distca.commands import serving_requests, serving_step, simulate_rollouts
-from distca.commands.command_line import Parser, check_outputs, unknown
+from distca.commands.command_line import Parser, check_outputs, file_name, unknown
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -112,7 +112,7 @@ def build_parser() -> Parser:
     source = documents.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--lengths",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help="The documents' lengths in tokens, to draw batches from: a JSON list, or the .idx "
         "file of a Megatron dataset.",

@@ -12,9 +12,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from distca.commands.command_line import Parser
+from distca.commands.command_line import Parser, file_name
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -31,7 +30,7 @@ from distca.plan.paths import LEAST_SHARED
 from distca.plan.span import Int64s
 from distca.progress import progress
 from distca.simulate import MEGATRON, Breakdown, Choice, Outcome, Workload, advise
-from distca.simulate.groups import Group, draw_from, draw_groups, read_groups
+from distca.simulate.groups import Group, check_rollouts, draw_from, draw_groups, read_groups
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.rollouts import (
     TreeLayout,
@@ -72,8 +71,7 @@ _MANY = 2000
 """Rollouts of a batch whose simulation takes long: 8,000 took more than five minutes."""
 _MOVED = ("exchanges", "collectives", "interference")
 _NOTHING_SHARED = (
-    "Nothing is shared, and so nothing gained: each prompt has one response, or fewer than "
-    "{least:,} tokens (--least)."
+    "Nothing is shared: {why}. The rows differ only in how ranks divide the rollouts' work."
 )
 _NUMBERS = {
     "prompt": "Tokens of a prompt, on average.",
@@ -115,7 +113,7 @@ def build_parser() -> Parser:
         rollouts.add_argument(flag_of(name), type=int, metavar="N", help=what)
     rollouts.add_argument(
         "--lengths",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help="Measured lengths, instead of --prompt, --responses and --response: a JSON object for "
         'each prompt, one a line or all in a list, such as {"prompt": 4096, "responses": [512, '
@@ -231,8 +229,9 @@ def _batches(args: argparse.Namespace) -> list[list[Group]]:
     if missing:
         raise ValueError(f"give {', '.join(missing)}, or --lengths FILE with measured lengths")
     numbers = (args.prompt, args.responses, args.response, args.groups)
-    spread = _SPREAD if args.spread is None else args.spread
-    return [draw_groups(*numbers, spread, args.seed + n) for n in range(args.batches or 3)]
+    spread, batches = _SPREAD if args.spread is None else args.spread, args.batches or 3
+    check_rollouts(args.groups * args.responses * batches)
+    return [draw_groups(*numbers, spread, args.seed + n) for n in range(batches)]
 
 
 def compare(
@@ -404,7 +403,7 @@ def _report(
     held = sum(of_trees)
     cluster, mean = workload.cluster, sum(tokens) / len(tokens)
     lines = [
-        _answer(trees, apart) if held < sum(tokens) else _NOTHING_SHARED.format(least=least),
+        _answer(trees, apart) if held < sum(tokens) else _nothing_shared(batches, least),
         f"{counted(workload.gpus, 'GPU')} of {cluster.name}, "
         f"{counted(len(batches[0]), 'prompt')} with {_responses(batches)} each, "
         f"{mean:,.0f} tokens one by one, "
@@ -432,6 +431,13 @@ def _report(
         charged_line(cluster.charges),
     ]
     return "\n".join(lines)
+
+
+def _nothing_shared(batches: Sequence[Sequence[Group]], least: int) -> str:
+    """Says why nothing is shared."""
+    several = any(len(group.responses) > 1 for groups in batches for group in groups)
+    short = f"prompts with several responses have fewer than {counted(least, 'token')} (--least)"
+    return _NOTHING_SHARED.format(why=short if several else "no prompt has several responses")
 
 
 def _responses(batches: Sequence[Sequence[Group]]) -> str:

@@ -26,7 +26,6 @@ Distributions with other parameters are made from the classes below (`Lognormal`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +34,13 @@ from typing import Protocol
 import numpy as np
 
 from distca.documents.index import read_index
+from distca.documents.json_files import check_file, parse_json, read_text
 from distca.plan.span import Int64s
 
 MOST_TOKENS = 2**32
 """Most tokens of the documents that are drawn: 32,768 sequences of 128K."""
+
+_WANTED = "give a file with a JSON list of lengths, or the .idx of a Megatron dataset"
 
 _CHUNK = 4096
 """Number of lengths drawn at a time, a constant, so that a longer draw begins with the same
@@ -213,22 +215,13 @@ def read_lengths(path: Path) -> Int64s:
     """Reads document lengths from a JSON list of integers or a Megatron index (`.idx`), int64.
 
     Raises:
-        ValueError: the file is missing or is neither, or a length is not positive.
+        ValueError: the file is missing, cannot be read or is neither, or a length is not positive.
     """
-    # A pipe is no regular file, and serves.
-    if path.is_dir() or not path.exists():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(
-            f"{path} {what}: give a file with a JSON list of lengths, or the .idx of a Megatron "
-            "dataset"
-        )
     if path.suffix == ".idx":
+        check_file(path, _WANTED)
         lengths = read_index(path).document_lengths()
         return lengths[lengths > 0]
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): give a list of lengths") from error
+    found = parse_json(read_text(path, _WANTED), str(path), "give a list of lengths")
     return checked_lengths(found, str(path))
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from distca.documents.json_files import parse_json, read_text
+
 _MOST_SPREAD = 3.0
 _MOST_TOKENS, _MOST_ROLLOUTS = 1 << 27, 1 << 20
-"""Tokens of a rollout and rollouts of a batch at most: pairs stay within 64 bits, and lists within
-memory."""
+"""Tokens of a rollout and rollouts of all batches at most: pairs stay within 64 bits, and lists
+within memory."""
 _TOO_LONG = f"rollouts have more than {_MOST_TOKENS:,} tokens: give less"
 _EXAMPLE = '{"prompt": 4096, "responses": [512, 730]}'
 
@@ -40,6 +41,16 @@ class Group:
         return [self.prompt + each for each in self.responses or (0,)]
 
 
+def check_rollouts(rollouts: int) -> None:
+    """Refuses more rollouts, of all global batches together, than can be simulated.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    if rollouts > _MOST_ROLLOUTS:
+        raise ValueError(f"{rollouts:,} rollouts in all batches: give at most {_MOST_ROLLOUTS:,}")
+
+
 def draw_groups(
     prompt: int, responses: int, response: int, groups: int, spread: float = 0.0, seed: int = 0
 ) -> list[Group]:
@@ -60,7 +71,7 @@ def draw_groups(
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} {number}: give at least 1")
-    _check_rollouts(groups * responses)
+    check_rollouts(groups * responses)
     if prompt + response > _MOST_TOKENS:
         raise ValueError(_TOO_LONG)
     if not 0 <= spread <= _MOST_SPREAD:
@@ -89,16 +100,10 @@ def read_groups(path: Path) -> list[Group]:
     `{"prompt": 4096, "responses": [512, 730]}`. Blank lines are skipped.
 
     Raises:
-        ValueError: the file is missing, empty or no such file, or a length is out of range.
+        ValueError: the file is missing, empty, cannot be read or is no such file, or a length is
+            out of range.
     """
-    # A pipe is no regular file, and serves.
-    if path.is_dir() or not path.exists():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(f"{path} {what}: give a file whose lines are such as {_EXAMPLE}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except ValueError as error:
-        raise ValueError(f"{path} is not UTF-8: give lines such as {_EXAMPLE}") from error
+    text = read_text(path, f"give a file whose lines are such as {_EXAMPLE}")
     found = _listed(text, path) if text.lstrip().startswith("[") else _lines(text, path)
     groups = [_group(each, place) for place, each in found]
     if not groups:
@@ -116,31 +121,21 @@ def draw_from(known: Sequence[Group], groups: int, batches: int, seed: int) -> l
         seed: seed of the order in each epoch.
 
     Raises:
-        ValueError: a batch has too many rollouts.
+        ValueError: the batches have too many rollouts.
     """
-    _check_rollouts(groups)
+    check_rollouts(groups * batches)
     generator = np.random.default_rng(seed)
     drawn: list[Group] = []
     while len(drawn) < groups * batches:
         drawn += [known[n] for n in generator.permutation(len(known))]
     found = [drawn[n * groups : (n + 1) * groups] for n in range(batches)]
-    _check_rollouts(max(sum(len(group.rollouts) for group in batch) for batch in found))
+    check_rollouts(sum(len(group.rollouts) for batch in found for group in batch))
     return found
-
-
-def _check_rollouts(rollouts: int) -> None:
-    if rollouts > _MOST_ROLLOUTS:
-        raise ValueError(f"{rollouts:,} rollouts: give at most {_MOST_ROLLOUTS:,}")
 
 
 def _listed(text: str, path: Path) -> list[tuple[str, object]]:
     """Returns the places and values of one JSON list."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not JSON ({error}): give objects such as {_EXAMPLE}"
-        ) from error
+    found = parse_json(text, str(path), f"give objects such as {_EXAMPLE}")
     return [(f"{path}, object {n}", each) for n, each in enumerate(found)]
 
 
@@ -151,10 +146,8 @@ def _lines(text: str, path: Path) -> list[tuple[str, object]]:
         if not line.strip():
             continue
         place = f"{path}, line {number}"
-        try:
-            found.append((place, json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place} is not JSON ({error}): give {_EXAMPLE}") from error
+        wanted = f"give each object on one line, such as {_EXAMPLE}"
+        found.append((place, parse_json(line, place, wanted)))
     return found
 
 
@@ -167,7 +160,9 @@ def _group(value: object, place: str) -> Group:
         raise ValueError(f"{place}: responses are no list: give {_EXAMPLE}")
     for what, length in (("prompt", prompt), *(("response", each) for each in responses)):
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise ValueError(f"{place}: a {what} has {length!r} tokens: give at least 1")
+            raise ValueError(
+                f"{place}: a {what} has {length!r} tokens: give a whole number of at least 1"
+            )
     if prompt + max(responses, default=0) > _MOST_TOKENS:
         raise ValueError(f"{place}: {_TOO_LONG}")
     return Group(prompt, tuple(responses))

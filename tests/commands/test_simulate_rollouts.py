@@ -75,6 +75,7 @@ def test_flags_that_contradict_a_file_or_are_missing(capsys, tmp_path) -> None:
         (["--prompt", "9"], "give --responses, --response, --groups, or --lengths FILE"),
         (["--lengths", "x", "--prompt", "9", "--spread", "0"], "leave out --prompt, --spread"),
         (["--lengths", str(tmp_path / "none")], "none does not exist"),
+        (["--lengths", ""], "argument --lengths: the name is empty: give the name of a file"),
         (["--lengths", "x", "--groups", "0"], "--groups 0: give at least 1"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -87,12 +88,16 @@ def test_short_prompts_are_not_shared(capsys) -> None:
     flags = [*FLAGS, "--prompt", "127", "--spread", "0", "--batches", "1", "--systems", "plain"]
     assert main(["simulate", "rollouts", *flags]) == 0
     first, sizes, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("Nothing is shared, and so nothing gained: ")
+    few = "Nothing is shared: prompts with several responses have fewer than 128 tokens (--least). "
+    assert first.startswith(few)
     assert "73,664 tokens one by one, 73,664 as trees" in sizes
     assert main(["simulate", "rollouts", *flags, "--least", "127"]) == 0
     first, sizes, *_ = capsys.readouterr().out.splitlines()
     assert "hare prompts: " in first
     assert "73,664 tokens one by one, 66,552 as trees" in sizes
+    assert main(["simulate", "rollouts", *flags, "--responses", "1", "--least", "1"]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Nothing is shared: no prompt has several responses. The rows differ ")
 
 
 def test_what_does_not_fit_says_why(capsys) -> None:
@@ -176,7 +181,11 @@ def test_sizes_that_are_given_twice_count_once_elsewhere(capsys) -> None:
         (["--gpus", "100"], "--gpus 100 are not whole nodes of 8: give a multiple"),
         (["--gpus", "1000000000"], "--gpus 1000000000: give at most 65536"),
         (["--prompt", "1000000000000"], "rollouts have more than 134,217,728 tokens"),
-        (["--groups", "1000000000"], "8,000,000,000 rollouts: give at most 1,048,576"),
+        (
+            ["--groups", "1000000000"],
+            "16,000,000,000 rollouts in all batches: give at most 1,048,576",
+        ),
+        (["--batches", "1000000000"], "64,000,000,000 rollouts in all batches: give at most"),
         (["--least", "0"], "--least 0: give at least 1"),
         (["--seed", "-1"], "--seed -1 must not be negative"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),

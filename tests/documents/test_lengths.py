@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distca.documents import json_files
 from distca.documents.index import read_index
 from distca.documents.lengths import (
     DISTRIBUTIONS,
@@ -89,12 +90,30 @@ def test_a_list_of_lengths(tmp_path: Path) -> None:
         ("[]", "no list of document lengths"),
         ('{"a": 1}', "no list of document lengths"),
         ("[3,", "is not JSON"),
+        ("[" + "9" * 5000 + "]", "lengths.json has a number of too many digits: give a list"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_lengths(path)
     with pytest.raises(ValueError, match="does not exist"):
         read_lengths(tmp_path / "none.json")
+    path.write_text("\ufeff[3]")
+    assert read_lengths(path).tolist() == [3]
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch) -> None:
+    """Not a failure to write, which `distca` takes an error without a file's name for."""
+    for name, message in (
+        ("/proc/self/mem", "/proc/self/mem cannot be read: Input/output error: give a file with"),
+        ("x" * 300, "cannot be read: File name too long: give a file with a JSON list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_lengths(tmp_path / name)
+    monkeypatch.setattr(json_files, "_MOST_BYTES", 1 << 22)
+    with pytest.raises(ValueError, match="/dev/zero has more than 4,194,304 bytes: give a file"):
+        read_lengths(Path("/dev/zero"))
+    (tmp_path / "full").write_text("[1]" + " " * ((1 << 22) - 3))
+    assert read_lengths(tmp_path / "full").tolist() == [1]
 
 
 def test_an_index_that_megatron_wrote(tmp_path: Path) -> None:

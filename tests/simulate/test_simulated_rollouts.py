@@ -48,7 +48,9 @@ def test_groups_have_the_lengths_that_are_asked_for() -> None:
         draw_groups(1, 0, 1, 1)
     with pytest.raises(ValueError, match="spread -1: give 0 to 3"):
         draw_groups(1, 1, 1, 1, -1)
-    with pytest.raises(ValueError, match="10,000,000 rollouts: give at most 1,048,576"):
+    with pytest.raises(
+        ValueError, match="10,000,000 rollouts in all batches: give at most 1,048,576"
+    ):
         draw_groups(1, 1000, 1, 10_000)
     for numbers in ((10**30, 1, 1, 1), (1 << 25, 9, 1 << 25, 9, 3.0)):
         with pytest.raises(ValueError, match="rollouts have more than 134,217,728 tokens"):
@@ -76,9 +78,17 @@ def test_groups_are_read_from_a_file(tmp_path) -> None:
         ('{"prompt": 3}', "line 1: give a prompt and responses"),
         ('{"prompt": 3, "responses": [], "response": 1}', "nothing else"),
         ('{"prompt": 3, "responses": 4}', "responses are no list"),
-        ('{"prompt": true, "responses": [4]}', "a prompt has True tokens: give at least 1"),
+        ('{"prompt": true, "responses": [4]}', "a prompt has True tokens: give a whole number of"),
         ('{"prompt": 3, "responses": [4, 0]}', "a response has 0 tokens"),
         ('{"prompt": 3, "responses": [4.5]}', "a response has 4.5 tokens"),
+        ('{"prompt": 1e3, "responses": [4]}', "has 1000.0 tokens: give a whole number of at least"),
+        ('{"prompt": NaN, "responses": [4]}', "a prompt has nan tokens: give a whole number of at"),
+        ('{"prompt": 3, "prompt": 3, "responses": [4]}', 'an object has "prompt" twice: give it'),
+        ('{\n"prompt": 3,\n"responses": [4]}', "give each object on one line, such as"),
+        (
+            '{"prompt": ' + "9" * 5000 + ', "responses": [4]}',
+            "line 1 has a number of too many digits",
+        ),
         ('{"prompt": 1, "responses": [2, 134217728]}', "rollouts have more than 134,217,728"),
     ],
 )
@@ -91,7 +101,14 @@ def test_a_file_of_no_groups_is_refused(tmp_path, text: str, message: str) -> No
 
 def test_files_that_cannot_be_read_are_refused(tmp_path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\x00")
-    for name, message in ((".", "is a folder"), ("no", "does not exist"), ("binary", "not UTF-8")):
+    for name, message in (
+        (".", "is a folder"),
+        ("no", "does not exist"),
+        ("binary", "not UTF-8"),
+        ("binary/x", "does not exist"),
+        ("x" * 300, "cannot be read: File name too long: give a file whose lines are"),
+        ("/proc/self/mem", "mem cannot be read: Input/output error: give a file whose lines are"),
+    ):
         with pytest.raises(ValueError, match=message):
             read_groups(tmp_path / name)
 
@@ -106,8 +123,12 @@ def test_batches_are_drawn_from_known_groups() -> None:
     # Each epoch has every group once.
     assert set(drawn[:7]) == set(drawn[7:14]) == set(known)
     assert draw_from(known, 3, 5, 1) == batches != draw_from(known, 3, 5, 2)
-    with pytest.raises(ValueError, match="rollouts: give at most"):
-        draw_from(known, 10**9, 1, 0)
+    for groups, count in ((10**9, 1), (1, 10**9)):
+        with pytest.raises(ValueError, match="1,000,000,000 rollouts in all batches: give at most"):
+            draw_from(known, groups, count, 0)
+    # Of few groups with very many responses.
+    with pytest.raises(ValueError, match="1,200,000 rollouts in all batches: give at most"):
+        draw_from([Group(1, (1,) * 600_000)], 1, 2, 0)
 
 
 def test_few_long_rollouts_in_many_sequences_are_filled_up() -> None:
