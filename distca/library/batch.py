@@ -217,7 +217,9 @@ class Batch:
 
         Returns:
             For each rollout of the trees, by its number, a tensor `[tokens]`: the value of the
-            prediction of each token, and 0 for tokens that no rollout trains.
+            prediction of each token, and 0 for tokens that no rollout trains. A token of weight 0
+            in this rollout has a value, too, if another rollout trains it: multiply by the weights,
+            or use `rollout_tokens`.
 
         Raises:
             ValueError: there is not one for each prediction of this rank. The other ranks wait
