@@ -12,7 +12,7 @@ module exports, and those of `hugging_face`, keep to semantic versions.
 
 from distca.cost.volume import AttentionShape
 from distca.library.batch import Batch, Predictions, RolloutTokens
-from distca.library.documents import IGNORED, Document
+from distca.library.documents import IGNORED, Document, split_rows
 from distca.library.operation import core_attention
 from distca.library.planner import Planner
 from distca.library.plans import PlannedDocuments
@@ -36,4 +36,5 @@ __all__ = [
     "share_documents",
     "share_prefixes",
     "split_packed",
+    "split_rows",
 ]

@@ -89,6 +89,62 @@ def _document(tokens: Any, targets: Any) -> Document:
     return Document(torch.from_numpy(tokens), of)
 
 
+def split_rows(
+    tokens_BT: torch.Tensor,
+    labels_BT: torch.Tensor,
+    *,
+    shifted: bool,
+    positions_BT: torch.Tensor | None = None,
+    kept_BT: torch.Tensor | None = None,
+) -> list[Document]:
+    """Makes documents of rows as trainers' data loaders give them, packed or padded.
+
+    A document begins where a row begins, and where its position is 0.
+
+    Args:
+        tokens_BT: token ids, any integers, `[rows, tokens]`.
+        labels_BT: targets of the tokens, or `IGNORED`, any integers, `[rows, tokens]`.
+        shifted: whether a label is the next token, as in torchtitan; otherwise it is the token
+            itself, as in transformers.
+        positions_BT: position of each token in its document, `[rows, tokens]`; None: a row is a
+            document.
+        kept_BT: where it is 0 or False there is padding, which belongs to no document,
+            `[rows, tokens]`; None: all are kept.
+
+    Returns:
+        The documents, row by row; an empty list where all is padding.
+
+    Raises:
+        ValueError: the tensors are not integers of one shape with two dimensions; or see
+            `Document`.
+    """
+    given = {"tokens": tokens_BT, "labels": labels_BT, "positions": positions_BT, "kept": kept_BT}
+    for name, each in given.items():
+        if each is None and name in ("positions", "kept"):
+            continue
+        if not isinstance(each, torch.Tensor) or each.is_floating_point() or each.is_complex():
+            kind = each.dtype if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
+            raise ValueError(f"{name} are {kind}: give a tensor of integers")
+        if each.dim() != 2 or each.shape != tokens_BT.shape:
+            raise ValueError(
+                f"{name} are {list(each.shape)}, and tokens {list(tokens_BT.shape)}: give "
+                "[rows, tokens] for each"
+            )
+    begins = torch.zeros(tokens_BT.shape, dtype=torch.bool)
+    begins[:, :1] = True
+    if positions_BT is not None:
+        begins |= positions_BT.detach().cpu() == 0
+    number = begins.flatten().cumsum(0)
+    columns = [each.detach().cpu().long().flatten() for each in (tokens_BT, labels_BT)]
+    if kept_BT is not None:
+        kept = kept_BT.detach().cpu().flatten().bool()
+        number, columns = number[kept], [each[kept] for each in columns]
+    sizes = torch.unique_consecutive(number, return_counts=True)[1].tolist()
+    make = Document if shifted else Document.from_labels
+    tokens, labels = (torch.split(each, sizes) for each in columns)
+    return [make(*each) for each in zip(tokens, labels, strict=True)]
+
+
 def check_tensor(what: str, tensor: object, dtype: torch.dtype) -> None:
     """Checks a tensor that a user gives.
 
