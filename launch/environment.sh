@@ -7,6 +7,14 @@ torch_version=2.13.0
 # What the connector is tested with. launch/setup.sh uses them.
 # shellcheck disable=SC2034
 vllm_version=0.32.0 nixl_version=1.5.1
+# Trainers that the adapters in examples/ are tested with, which ask for versions of other packages that
+# do not go together: they are installed without what they depend on, and what their imports need.
+# shellcheck disable=SC2034
+trainers=(torchtitan==0.3.0 nemo-automodel==0.7.0 veomni==0.1.12 ms-swift==4.6.0 verl==0.9.1)
+# shellcheck disable=SC2034
+needed_by_trainers=(transformers==5.18.0 'datasets>=4,<4.8' spmd-types==0.2.3 tensordict==0.10.0 'peft<0.21'
+    'trl<1' ray==2.60.0 torchao==0.18.0 torchdata==0.11.0 triton==3.7.1 modelscope==1.40.2 einops tyro
+    tensorboard codetiming hydra-core pylatexenc json-repair addict scipy)
 
 # What an environment of this checkout depends on, beside its Python.
 stamp_of_checkout() {

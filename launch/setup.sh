@@ -6,6 +6,7 @@
 #     kept for all checkouts of this user, and links it as .venv-megatron-VERSION.
 # launch/setup.sh python VERSION: the same, without Megatron, as .venv-python-VERSION.
 # launch/setup.sh vllm: the same, with vLLM for CPUs, as .venv-vllm.
+# launch/setup.sh trainers: the same, with the trainers of the adapters in examples/, as .venv-trainers.
 # PYTHON=FILE: the interpreter. Default: the newest one that suits, in version managers, too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -44,5 +45,13 @@ case ${1:-} in
         .venv-vllm/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes \
             torchvision torchaudio torchcodec 2>/dev/null
         ;;
-    *) die "launch/setup.sh takes no $1: give nothing, tests, checks, megatron VERSION, python VERSION or vllm" ;;
+    trainers)
+        provide_for_all trainers "$stamp, ${trainers[*]} ${needed_by_trainers[*]}" 3.11 dev \
+            "${needed_by_trainers[@]}"
+        .venv-trainers/bin/python -m pip --disable-pip-version-check --quiet install --no-deps "${trainers[@]}"
+        ;;
+    *)
+        die "launch/setup.sh takes no $1: give nothing, tests, checks, megatron VERSION, python VERSION, vllm" \
+            "or trainers"
+        ;;
 esac

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Sets everything up and runs all checks. With arguments pytest alone runs: launch/test.sh -k plan
 # launch/test.sh --full, without other arguments, runs all checks, and all tests at their stated size, also
-# with Python 3.11 and with vLLM. It takes hours. A summary is printed at the end.
+# with Python 3.11, with vLLM and with other trainers. It takes hours. A summary is printed at the end.
 # launch/test.sh --recording [COMMIT] tells whether this checkout computes what that commit did.
 # launch/test.sh --megatron 0.18.2 runs the tests of training with that megatron-core, in an
 # environment of its own.
 # launch/test.sh --python 3.11 runs the tests of all that needs no Megatron with that Python.
 # launch/test.sh --vllm runs the tests of vLLM's connector, in an environment of its own (Python 3.11).
+# launch/test.sh --trainers runs the tests of adapters for other trainers, likewise.
 # launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of all.
 # What stands behind -- goes to pytest as it is.
 set -euo pipefail
@@ -30,7 +31,7 @@ everything() {
     log=$(mktemp)
     linters || failed=1
     lines+=("ruff, mypy and shellcheck: $([ $failed = 0 ] && echo passed || echo failed)")
-    for each in '' '--python 3.11' --vllm; do
+    for each in '' '--python 3.11' --vllm --trainers; do
         if [ -n "$each" ] && ! find_python 3.11 &>/dev/null; then
             lines+=("launch/test.sh $each --full: not run, since there is no Python 3.11 here")
             continue
@@ -64,7 +65,7 @@ case $mode in
         while [ $# -gt 0 ] && [ "$1" != -- ]; do
             word=$1
             case $word in
-                --megatron | --python | --vllm) [ ${#words[@]} = 0 ] || die "$word must come first" ;;
+                --megatron | --python | --vllm | --trainers) [ ${#words[@]} = 0 ] || die "$word must come first" ;;
                 --*)
                     [[ $known == *[[:space:]]"${word%%=*}"[[:space:]]* ]] ||
                         die "unknown flag $word: launch/test.sh --help lists its own. Another one of pytest" \
@@ -98,6 +99,11 @@ case $mode in
     --vllm)
         launch/setup.sh vllm
         test_in .venv-vllm tests/with_vllm tests/prefill/test_{transfers,{prefill,tensor_parallel}_ranks}.py "${@:2}"
+        ;;
+    --trainers)
+        launch/setup.sh trainers
+        test_in .venv-trainers tests/examples/test_{{torchtitan,veomni,automodel,ms_swift,verl}_adapter,refusing_adapters}.py \
+            tests/library/test_{verl,split_rows}.py "${@:2}"
         ;;
 esac
 # Some of the tests need no CUDA compiler, whose packages are large; those that do are skipped.

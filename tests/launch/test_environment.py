@@ -223,7 +223,13 @@ def test_pythons_of_version_managers_are_found(checkout: Checkout) -> None:
 def pretend(checkout: Checkout, program: str) -> None:
     """Makes the environments of tests, all of whose programs are a line of a shell."""
     (checkout.folder / "launch" / "setup.sh").write_text("")
-    for name in (".venv", ".venv-python-3.11", ".venv-megatron-0.18.2", ".venv-vllm"):
+    for name in (
+        ".venv",
+        ".venv-python-3.11",
+        ".venv-megatron-0.18.2",
+        ".venv-vllm",
+        ".venv-trainers",
+    ):
         for each in ("ruff", "mypy", "shellcheck", "python"):
             path = checkout.folder / name / "bin" / each
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,16 +259,20 @@ def test_full_alone_runs_all_environments_and_sums_up(checkout: Checkout, failin
     assert done.returncode == bool(failing), done.stderr
     called = (checkout.folder / "called").read_text().splitlines()
     tests = [line for line in called if line.startswith("python -m pytest")]
-    assert [" --full -rs" in line for line in tests] == [True] * 3
+    assert [" --full -rs" in line for line in tests] == [True] * 4
+    assert "tests/examples/test_verl_adapter.py" in tests[3]
     assert "tests/with_vllm" in tests[2]
     assert "tests/plan" in tests[1]
-    summary = done.stdout.splitlines()[-5:]
+    summary = done.stdout.splitlines()[-6:]
     assert summary[0].startswith("summary of ")
     assert summary[1] == f"ruff, mypy and shellcheck: {'failed' if failing == 'ruff' else 'passed'}"
-    counts = ["3 passed", "3 passed", "1 failed" if failing == "with_vllm" else "3 passed"]
+    with_vllm = "1 failed" if failing == "with_vllm" else "3 passed"
+    counts = ["3 passed", "3 passed", with_vllm, "3 passed"]
     assert summary[2:] == [
         f"launch/test.sh {flags}--full: {count}, 1 skipped in 4.56s"
-        for flags, count in zip(("", "--python 3.11 ", "--vllm "), counts, strict=True)
+        for flags, count in zip(
+            ("", "--python 3.11 ", "--vllm ", "--trainers "), counts, strict=True
+        )
     ]
 
 
@@ -289,6 +299,7 @@ def test_packages_of_pip_s_cache_are_counted(checkout: Checkout) -> None:
         ([], ["ruff", "ruff", "mypy", "shellcheck", "python"]),
         (["-k", "plan"], ["python"]),
         (["--python", "3.11"], ["python"]),
+        (["--trainers", "-k", "verl"], ["python"]),
         (["--megatron", "0.18.2", "-n", "0"], ["python"]),
         (["-k", "plan", "--maxfail=2", "--", "--nosuch", "a b"], ["python"]),
         (["--", "--vllm", "--help"], ["python"]),
@@ -304,7 +315,9 @@ def test_with_arguments_pytest_alone_runs(
     )
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == programs
-    given = " ".join(arg for arg in arguments if arg not in ("--python", "--megatron", "--"))
+    given = " ".join(
+        arg for arg in arguments if arg not in ("--python", "--megatron", "--trainers", "--")
+    )
     assert lines[-1].endswith(given.removeprefix("3.11").removeprefix("0.18.2 "))
 
 

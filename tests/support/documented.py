@@ -338,7 +338,7 @@ def _check_test_script(words: list[str]) -> None:
         parse_alone(lambda: run(words))
     elif words[:1] in (["--megatron"], ["--python"]):
         check_pytest(words[2:])
-    elif words[:1] == ["--vllm"]:
+    elif words[:1] in (["--vllm"], ["--trainers"]):
         check_pytest(words[1:])
     else:
         check_pytest(words)
