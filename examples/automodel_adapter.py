@@ -5,7 +5,7 @@
 It takes the configuration of Automodel's fine-tuning recipe, and was run with NeMo Automodel 0.7.0,
 on CPUs. Each rank reads its own samples, as Automodel has it; the documents of all ranks are then
 shared, without their padding. So there is no need to pack sequences. Losses and gradients stay
-those of Automodel, validation included.
+those of Automodel. Validation takes the same path, which no test runs.
 """
 
 from __future__ import annotations
