@@ -25,9 +25,15 @@ from mbridge.models import (
 from megatron.core.activations import quick_gelu
 
 from distca.checkpoints.stored_weights import StoredTensor
-from megatron_patches.families.described import Described, OlderConfig, Windowed, windows
+from megatron_patches.families.described import (
+    Described,
+    OlderConfig,
+    Windowed,
+    check_layer_types,
+    windows,
+)
 from megatron_patches.families.gemma import Gemma2, Gemma3
-from megatron_patches.families.rotary import latent_rotary_flags
+from megatron_patches.families.rotary import check_whole, latent_rotary_flags
 
 _NO_BIASES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -40,6 +46,10 @@ _GROUPED_EXPERTS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "norm_topk_prob": (True,),
 }
+
+
+LATENT_EPSILON = 1e-6
+"""Epsilon of the norms of latents in transformers, whatever `rms_norm_eps` is."""
 
 
 class Llama(Described, LLaMABridge):
@@ -57,10 +67,13 @@ class Mistral(Windowed, LLaMABridge):
 class Qwen2(Windowed, Qwen2Bridge):
     """Qwen2 and 2.5."""
 
+    reads_layer_types: ClassVar = True
+
 
 class Qwen3(Windowed, Qwen3Bridge):
     """Qwen3's dense models."""
 
+    reads_layer_types: ClassVar = True
     supported: ClassVar = _NO_BIASES
 
 
@@ -72,16 +85,17 @@ class Mixtral(Windowed, MixtralBridge):
         return super().mends() | {"moe_router_pre_softmax": False}
 
 
-class Qwen2Moe(Described, Qwen2MoEBridge):
+class Qwen2Moe(Windowed, Qwen2MoEBridge):
     """Qwen1.5-MoE and Qwen2-MoE."""
 
+    reads_layer_types: ClassVar = True
     # Some layers may have no experts.
     _MLP_MAPPING: ClassVar = {**Qwen2MoEBridge._MLP_MAPPING, **Qwen2Bridge._MLP_MAPPING}
 
     def mends(self) -> dict[str, Any]:
         config = self.hf_config
         return {
-            **windows(config),
+            **super().mends(),
             **_qwen_experts(config),
             "add_qkv_bias": config.qkv_bias,
             "moe_shared_expert_gate": True,
@@ -100,6 +114,8 @@ class Qwen3Moe(Windowed, Qwen3MoEBridge):
 
 class Phi3(Windowed, LLaMABridge):
     """Phi-3 and 4, which mbridge has not: a Llama that keeps some weights in one tensor."""
+
+    turns_part: ClassVar = True
 
     def sources(self, name: str) -> list[str]:
         found = super().sources(name)
@@ -129,9 +145,10 @@ def _joined(first: str) -> str:
     return first.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
 
 
-class GptOss(Described, Qwen2MoEBridge):
+class GptOss(Windowed, Qwen2MoEBridge):
     """GPT-OSS in bfloat16, which mbridge has not."""
 
+    reads_layer_types: ClassVar = True
     supported: ClassVar = {"hidden_act": ("silu",), "attention_bias": (True,)}
     _ATTENTION_MAPPING: ClassVar = {
         **Qwen2MoEBridge._ATTENTION_MAPPING,
@@ -209,6 +226,7 @@ def _expert_of(name: str) -> int | None:
 class Glm4Moe(Described, GLM4MoEBridge):
     """GLM-4.5 and 4.6, without their layers for multi-token prediction."""
 
+    turns_part: ClassVar = True
     supported: ClassVar = _GROUPED_EXPERTS
 
     def mends(self) -> dict[str, Any]:
@@ -227,6 +245,7 @@ class DeepseekV3(Described, DeepseekV3Bridge):
 
     def mends(self) -> dict[str, Any]:
         config = self.hf_config
+        _check_latents(config)
         # Keys have a head size of their own.
         return _grouped_experts(config) | {"kv_channels": config.v_head_dim}
 
@@ -245,6 +264,7 @@ class DeepseekV2(DeepseekV3):
 
     def mends(self) -> dict[str, Any]:
         config = self.hf_config
+        _check_latents(config)
         found = {
             "kv_channels": config.v_head_dim,
             "moe_router_score_function": "softmax",
@@ -253,6 +273,7 @@ class DeepseekV2(DeepseekV3):
         }
         if config.topk_method == "greedy":
             return found
+        _check_groups(config, 1)
         if config.num_experts_per_tok // config.topk_group != 1:
             raise ValueError(
                 f"num_experts_per_tok {config.num_experts_per_tok} and topk_group "
@@ -268,6 +289,8 @@ def _grouped_experts(config: Any) -> dict[str, Any]:
     Raises:
         ValueError: megatron-core chooses otherwise.
     """
+    # Transformers judges a group by its best two experts.
+    _check_groups(config, 2)
     if config.num_experts_per_tok == 1:
         raise ValueError(
             "num_experts_per_tok in config.json is 1: megatron-core would not make the weights of "
@@ -287,6 +310,54 @@ def _grouped_experts(config: Any) -> dict[str, Any]:
             "by num_experts_per_tok / topk_group of them"
         )
     return found | _groups(config)
+
+
+def _check_latents(config: Any) -> None:
+    """Checks what transformers' models with multi-latent attention have but one value for.
+
+    Raises:
+        ValueError: the configuration has another.
+    """
+    if config.rms_norm_eps != LATENT_EPSILON:
+        raise ValueError(
+            f"rms_norm_eps in config.json is {config.rms_norm_eps}: transformers norms latents "
+            f"with {LATENT_EPSILON} all the same, and megatron-core has one value for all norms; "
+            f"of {config.model_type} only models with {LATENT_EPSILON} are converted"
+        )
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise ValueError(
+            f"num_key_value_heads in config.json is {config.num_key_value_heads}: with "
+            f"multi-latent attention it is num_attention_heads, {config.num_attention_heads}"
+        )
+
+
+def _check_groups(config: Any, judges: int) -> None:
+    """Checks how many groups of experts there are, and how many are chosen.
+
+    Args:
+        config: the model's configuration.
+        judges: experts of a group by which transformers judges it.
+
+    Raises:
+        ValueError: transformers could not choose.
+    """
+    experts, groups = config.n_routed_experts, config.n_group
+    if not groups or groups < 1 or experts % groups or experts // groups < judges:
+        raise ValueError(
+            f"n_group in config.json is {groups}: give a number of groups that divides "
+            f"n_routed_experts, {experts}, and leaves at least {judges} in each"
+        )
+    chosen = config.topk_group
+    if not chosen or not 1 <= chosen <= groups:
+        raise ValueError(
+            f"topk_group in config.json is {chosen}: give a number from 1 to n_group, {groups}"
+        )
+    most = experts // groups * chosen
+    if not config.num_experts_per_tok or not 1 <= config.num_experts_per_tok <= most:
+        raise ValueError(
+            f"num_experts_per_tok in config.json is {config.num_experts_per_tok}: give a number "
+            f"from 1 to {most}, the experts of topk_group groups"
+        )
 
 
 def _groups(config: Any) -> dict[str, Any]:
@@ -357,4 +428,7 @@ def bridge_of(config: Any, dtype: torch.dtype = torch.float32) -> Any:
                 f"{name} in config.json is {value!r}: of {kind} only models with {wanted} are "
                 "converted"
             )
+    check_layer_types(family, config)
+    if not family.turns_part:
+        check_whole(config)
     return family(OlderConfig(config), dtype=dtype, parallel_states=ParallelStates())  # type: ignore[call-arg]

@@ -43,10 +43,16 @@ class Described:
     Attributes:
         supported: values of `config.json` that are converted, by name. A name that a configuration
             lacks is passed over.
+        turns_part: whether transformers turns a part of keys by `partial_rotary_factor`.
+        has_windows: whether attention may have windows.
+        reads_layer_types: whether transformers reads in `layer_types` which layers have windows.
     """
 
     TransformerConfigClass = SimpleNamespace
     supported: ClassVar[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+    turns_part: ClassVar[bool] = False
+    has_windows: ClassVar[bool] = False
+    reads_layer_types: ClassVar[bool] = False
     hf_config: Any
 
     def _build_config(self) -> SimpleNamespace:
@@ -86,8 +92,34 @@ class Described:
 class Windowed(Described):
     """A family whose attention may have windows."""
 
+    has_windows: ClassVar = True
+
     def mends(self) -> dict[str, Any]:
         return windows(self.hf_config)
+
+
+def check_layer_types(family: type[Described], config: Any) -> None:
+    """Checks that layers have windows as transformers' model of the family has them.
+
+    Raises:
+        ValueError: they have not, or are of another kind.
+    """
+    kinds = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None) if family.has_windows else None
+    wanted = ["sliding_attention" if window is not None else "full_attention"]
+    slide = window is not None
+    if family.reads_layer_types:
+        wanted = ["full_attention", "sliding_attention"]
+        slide = "sliding_attention" in kinds
+    for kind in kinds:
+        if kind not in wanted:
+            raise ValueError(
+                f"layer_types in config.json has {kind!r}: of {config.model_type} with "
+                f"sliding_window {window} only models with {' and '.join(wanted)} are converted"
+            )
+    if slide and (not window or window < 1):
+        found = "null" if window is None else window
+        raise ValueError(f"sliding_window in config.json is {found}, but layers are to have one")
 
 
 def windows(config: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from megatron_patches.families.rotary import two_base_rotary_flags
 class Gemma2(Windowed, LLaMABridge):
     """Gemma 2, which mbridge has not: a Llama with norms behind attention and MLP."""
 
+    reads_layer_types: ClassVar = True
     supported: ClassVar = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
@@ -71,10 +72,6 @@ class Gemma3(Gemma2):
     }
 
     def mends(self) -> dict[str, Any]:
-        config = self.hf_config
-        if "sliding_attention" in config.layer_types and not config.sliding_window:
-            # Their rotary base would be that of the others.
-            raise ValueError("sliding_window in config.json is null, but layers are to have one")
         return super().mends() | {"qk_layernorm": True}
 
     def layers(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,8 @@ def small_config(case: str, **changes: Any) -> Any:
     import transformers
 
     name, own = CONFIGS[case]
-    return getattr(transformers, name)(**_SIZES | own | changes)
+    # transformers adds to the dictionaries that it is given.
+    return getattr(transformers, name)(**copy.deepcopy(_SIZES | own | changes))
 
 
 def save_family(case: str, folder: Path) -> Any:

@@ -231,7 +231,7 @@ MIXED = {
     ),
     "deepseek_v3": (
         ({"num_experts_per_tok": 1}, "num_experts_per_tok in config.json is 1"),
-        ({"topk_group": 1}, "num_experts_per_tok 4 and topk_group 1 in config.json"),
+        ({"n_group": 2, "topk_group": 1}, "num_experts_per_tok 4 and topk_group 1 in config.json"),
         ({"norm_topk_prob": False}, "norm_topk_prob in config.json is False"),
         ({"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}, "'llama3' is not converted with multi"),
         (
