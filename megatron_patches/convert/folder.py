@@ -30,7 +30,7 @@ def written_whole(folder: Path, force: bool) -> Iterator[Path]:
         force: replace a folder that has files. Files of other names are kept, but weights.
 
     Raises:
-        ValueError: it is a file, or has files already and `force` is not given.
+        ValueError: it is a file, or cannot be made, or has files already and `force` is not given.
     """
     check_free(folder, force)
     folder = folder.resolve()
@@ -54,18 +54,72 @@ def written_whole(folder: Path, force: bool) -> Iterator[Path]:
             raise
 
 
-def check_free(folder: Path, force: bool) -> None:
-    """Refuses a folder that cannot be written.
+@contextlib.contextmanager
+def filled_whole(folder: Path, last: str) -> Iterator[Path]:
+    """Gives a folder in or beside another one to write into, whose files move there at the end.
+
+    If the block raises, or the process is killed, the other one stays as it was. Else it has the
+    last file only if it has all others. Its own files stay where they have other names.
+
+    Args:
+        folder: folder to fill.
+        last: name of the file that makes the others count.
 
     Raises:
-        ValueError: it is a file, or has files already and `force` is not given.
+        ValueError: it is a file, or cannot be made.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--to {folder} is a file: give a folder")
+    check_fillable(folder)
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A folder that is there may be on a disk of its own.
+    home = folder if folder.is_dir() else folder.parent
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=home) as scratch:
+        written = Path(scratch) / folder.name
+        written.mkdir()
+        yield written
+        folder.mkdir(exist_ok=True)
+        for file in sorted(written.iterdir(), key=lambda each: each.name == last):
+            place = folder / file.name
+            if place.is_dir():
+                shutil.rmtree(place)
+            file.replace(place)
+
+
+def check_free(folder: Path, force: bool) -> None:
+    """Refuses a folder that `written_whole` cannot write.
+
+    Raises:
+        ValueError: it is a file, or cannot be made, or has files already and `force` is not given.
+    """
+    _check_place(folder, folder.resolve().parent)
     if not force and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
             f"--to {folder} has files already: give another folder, or --force to replace them"
         )
+
+
+def check_fillable(folder: Path) -> None:
+    """Refuses a folder that `filled_whole` cannot fill.
+
+    Raises:
+        ValueError: it is a file, or cannot be made or written.
+    """
+    _check_place(folder, folder.resolve())
+
+
+def _check_place(folder: Path, place: Path) -> None:
+    """Checks that a folder can be made in a place that may not be there yet."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--to {folder} is a file: give a folder")
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=place):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--to {folder} cannot be written: {place}: {error.strerror}: give another folder"
+        ) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -82,7 +136,11 @@ def write_weights(
         folder: folder to write into, which has files of the wanted mode.
         weights: weights by their names, which are held until a file is full.
         most_bytes: size of a file, unless one tensor is larger.
+
+    Raises:
+        OSError: a file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     parts: list[Path] = []
@@ -92,7 +150,13 @@ def write_weights(
 
     def write() -> None:
         path = folder / f"part-{len(parts)}"
-        save_file(held, path, metadata={"format": "pt"})
+        try:
+            save_file(held, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            free = shutil.disk_usage(folder).free
+            raise OSError(
+                f"weights cannot be written, where {free:,} bytes are free: {error}"
+            ) from error
         # safetensors makes its file readable for the owner only, whatever the umask is.
         path.chmod(0o666 & ~_umask())
         parts.append(path)

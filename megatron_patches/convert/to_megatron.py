@@ -10,11 +10,12 @@ from typing import Any
 
 from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import build_tokenizer
+from megatron_patches.convert.folder import check_fillable, filled_whole
 from megatron_patches.convert.model import build_model, flags_of, parse_model
 from megatron_patches.convert.weights import copy_in, pad_vocabulary
 from megatron_patches.families.bridges import bridge_of
 from megatron_patches.families.flags import run_flags, vocabulary_flags
-from megatron_patches.loop.checkpoint_folder import latest_iteration
+from megatron_patches.loop.checkpoint_folder import TRACKER, latest_iteration
 from megatron_patches.parts import save_weights
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,9 @@ def to_megatron(
     Raises:
         ValueError: the model cannot be converted, or the folder does not have exactly the weights
             of its configuration, or the tokenizer is of another model; or there is a checkpoint
-            already.
+            already, or none can be written.
     """
+    check_fillable(checkpoint)
     if latest_iteration(checkpoint) is not None:
         raise ValueError(f"--to {checkpoint} has a checkpoint already: give another folder")
     if not folder.is_dir():
@@ -66,5 +68,10 @@ def to_megatron(
     with source.opened(args.params_dtype) as tensors:
         copy_in(tensors, model, bridge)
     told("writing the checkpoint")
-    save_weights(model, args, checkpoint)
+    with filled_whole(checkpoint, TRACKER) as written:
+        try:
+            save_weights(model, args, written)
+        except ValueError as error:
+            said = str(error).replace(str(written), str(checkpoint))
+            raise ValueError(f"{said}; --to {checkpoint} stays as it was") from error
     return flags, model, args
