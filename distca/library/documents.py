@@ -23,8 +23,8 @@ class Document:
             labels that are not shifted, as transformers have them.
 
     Raises:
-        ValueError: there are no tokens; a tensor has another shape, dtype or device; or the targets
-            are the tokens themselves.
+        ValueError: there are no tokens, or one is negative; a tensor has another shape, dtype or
+            device; or the targets are the tokens themselves.
     """
 
     tokens: torch.Tensor
@@ -39,8 +39,7 @@ class Document:
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
                 # A slice of a corpus would take all of it to other processes.
                 object.__setattr__(self, name, tensor.clone())
-        if not len(self.tokens):
-            raise ValueError("a document has no tokens: give at least one")
+        _check_ids("a document", self.tokens, "targets of IGNORED")
         if self.targets is None:
             return
         if len(self.targets) != len(self.tokens):
@@ -73,6 +72,7 @@ class Document:
         Raises:
             ValueError: see `Document`.
         """
+        check_tensor("a document's labels", labels, torch.int64)
         return Document(tokens, torch.cat([labels[1:], labels.new_tensor([IGNORED])]))
 
     @property
@@ -115,8 +115,8 @@ def split_rows(
         The documents, row by row; an empty list where all is padding.
 
     Raises:
-        ValueError: the tensors are not integers of one shape with two dimensions; or see
-            `Document`.
+        ValueError: the tensors are not integers of one shape with two dimensions, or have no
+            values to read; or see `Document`.
     """
     given = {"tokens": tokens_BT, "labels": labels_BT, "positions": positions_BT, "kept": kept_BT}
     for name, each in given.items():
@@ -125,7 +125,12 @@ def split_rows(
         if not isinstance(each, torch.Tensor) or each.is_floating_point() or each.is_complex():
             kind = each.dtype if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
             raise ValueError(f"{name} are {kind}: give a tensor of integers")
-        if each.dim() != 2 or each.shape != tokens_BT.shape:
+        if each.dtype == torch.bool and name != "kept":
+            raise ValueError(f"{name} are {each.dtype}: give a tensor of integers")
+        check_readable(name, each)
+        if each.dim() != 2:
+            raise ValueError(f"{name} are {list(each.shape)}: give [rows, tokens]")
+        if each.shape != tokens_BT.shape:
             raise ValueError(
                 f"{name} are {list(each.shape)}, and tokens {list(tokens_BT.shape)}: give "
                 "[rows, tokens] for each"
@@ -159,13 +164,24 @@ def check_tensor(what: str, tensor: object, dtype: torch.dtype) -> None:
     wanted = str(dtype).removeprefix("torch.")
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what} are a {type(tensor).__name__}: give a tensor, {wanted}")
-    if not is_dense(tensor):
-        raise ValueError(f"{what} are a nested or sparse tensor: give a dense one")
+    check_readable(what, tensor)
     if tensor.dim() != 1 or tensor.dtype != dtype or tensor.device.type != "cpu":
         raise ValueError(
             f"{what} are {tensor.dtype} {list(tensor.shape)} on {tensor.device}: give a tensor of "
             f"one dimension, {wanted}, on the CPU"
         )
+
+
+def check_readable(what: str, tensor: torch.Tensor) -> None:
+    """Checks that a tensor has values in the order of its shape.
+
+    Raises:
+        ValueError: it is nested or sparse, or on the meta device.
+    """
+    if not is_dense(tensor):
+        raise ValueError(f"{what} are a nested or sparse tensor: give a dense one")
+    if tensor.is_meta:
+        raise ValueError(f"{what} are on the meta device: give a tensor with values")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -181,11 +197,16 @@ def check_tokens(what: str, tokens: object) -> None:
     """
     check_tensor(f"the tokens of {what}", tokens, torch.int64)
     assert isinstance(tokens, torch.Tensor)
+    _check_ids(what, tokens, "weights of 0")
+
+
+def _check_ids(what: str, tokens: torch.Tensor, instead: str) -> None:
+    """Checks that there are tokens, and none is negative."""
     if not len(tokens):
         raise ValueError(f"{what} has no tokens: give at least one")
     if int(tokens.min()) < 0:
         raise ValueError(
-            f"{what} has a negative token: give weights of 0 for tokens that are not trained"
+            f"{what} has a negative token: give {instead} for tokens that are not trained"
         )
 
 

@@ -21,7 +21,7 @@ from distca.library.batch import Batch, Predictions, Progress
 from distca.library.documents import IGNORED, Document, check_integer
 from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
-from distca.library.share import Given, digest
+from distca.library.share import Given, check_process_group, digest
 from distca.library.tree_memory import device_memory, without_room
 from distca.library.trees import Tree
 from distca.plan import BLOCK, Mask, Plan
@@ -83,11 +83,7 @@ class Planner:
         memory_bytes: float | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed is not initialised: call torch.distributed."
-                "init_process_group() first, in processes that torchrun starts"
-            )
+        check_process_group()
         if scheduler not in SCHEDULERS:
             raise ValueError(f"no scheduler {scheduler!r}: choose from {', '.join(SCHEDULERS)}")
         masks = (masks,) if isinstance(masks, Mask) else tuple(masks)

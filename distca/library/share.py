@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.library.documents import Document, is_dense
+from distca.library.documents import Document, check_readable
 from distca.library.nodes import Nodes
 from distca.library.trees import Rollout, Tree, share_prefixes
 
@@ -97,8 +97,7 @@ def _check_packed(name: str, given: object) -> None:
         raise ValueError(f"{name} are a {type(given).__name__}: give {wanted}")
     if given.is_nested:
         raise ValueError(f"{name} are a nested tensor: give its values() and its offsets()")
-    if not is_dense(given):
-        raise ValueError(f"{name} are a sparse tensor: give a dense one")
+    check_readable(name, given)
     if given.dim() != 1 and not (given.dim() == 2 and len(given) == 1):
         raise ValueError(
             f"{name} are {list(given.shape)}: give all sequences one after the other, in one "
@@ -144,7 +143,9 @@ def share_documents(
 
     Raises:
         ValueError: a document of any rank cannot be used, or no rank has any; on all ranks.
+        RuntimeError: there is no process group.
     """
+    check_process_group()
     mine: tuple[Document | Tree | Rollout, ...] = ()
     wrong = ""
     try:
@@ -161,6 +162,19 @@ def share_documents(
         if message:
             raise ValueError(f"rank {rank}: {message}")
     return as_documents([each for _, of_rank in found for each in of_rank])
+
+
+def check_process_group() -> None:
+    """Checks that torch.distributed is initialised.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised: call torch.distributed."
+            "init_process_group() first, in processes that torchrun starts"
+        )
 
 
 def digest(documents: Sequence[Document | Tree]) -> int:

@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from distca.library import IGNORED, Document, split_rows
+from distca.library import IGNORED, Document, share_documents, split_rows
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 0]])
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2], [3, 4, 0, 1, 2]])
 KEPT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+
+
+def nested() -> torch.Tensor:
+    """Rows of other lengths."""
+    rows: torch.Tensor = torch.nested.nested_tensor([*TOKENS], layout=torch.jagged)
+    return rows
 
 
 def listed(documents: list[Document]) -> list[tuple[list[int], list[int]]]:
@@ -63,13 +69,46 @@ def test_padding_on_the_left_and_rows_of_padding() -> None:
         ({"tokens_BT": TOKENS.float()}, "tokens are torch.float32: give a tensor of integers"),
         ({"labels_BT": [[1]]}, "labels are a list: give a tensor of integers"),
         ({"labels_BT": TOKENS[:, 1:]}, r"labels are \[2, 4\], and tokens \[2, 5\]"),
-        ({"tokens_BT": TOKENS[0], "labels_BT": TOKENS[0]}, r"tokens are \[5\], and tokens \[5\]"),
+        ({"tokens_BT": TOKENS[0], "labels_BT": TOKENS[0]}, r"tokens are \[5\]: give \[rows, t"),
         ({"positions_BT": POSITIONS[:1]}, r"positions are \[1, 5\], and tokens \[2, 5\]"),
         ({"kept_BT": KEPT.float()}, "kept are torch.float32"),
         ({"shifted": True}, "a document's targets are its own tokens"),
+        ({"tokens_BT": TOKENS > 5}, "tokens are torch.bool: give a tensor of integers"),
+        ({"labels_BT": TOKENS > 5}, "labels are torch.bool: give a tensor of integers"),
+        ({"tokens_BT": -TOKENS}, "a document has a negative token: give targets of IGNORED"),
+        ({"tokens_BT": nested()}, "tokens are a nested or sparse tensor: give a dense one"),
+        ({"labels_BT": TOKENS.to_sparse()}, "labels are a nested or sparse tensor: give a dense"),
+        ({"tokens_BT": TOKENS.to("meta")}, "tokens are on the meta device: give a tensor with"),
+        ({"kept_BT": KEPT.to("meta")}, "kept are on the meta device: give a tensor with values"),
     ],
 )
 def test_other_rows_are_refused(given: dict[str, Any], why: str) -> None:
     arguments: dict[str, Any] = {"tokens_BT": TOKENS, "labels_BT": TOKENS, "shifted": False}
     with pytest.raises(ValueError, match=why):
         split_rows(**arguments | given)
+
+
+def test_padding_may_be_any_integer() -> None:
+    tokens = torch.where(KEPT.bool(), TOKENS, -1)
+    found = split_rows(tokens, TOKENS, shifted=False, kept_BT=KEPT)
+    assert listed(found) == listed(split_rows(TOKENS, TOKENS, shifted=False, kept_BT=KEPT))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "why"),
+    [
+        (TOKENS[0], [5, 6, 7, 8, 9], "a document's labels are a list: give a tensor, int64"),
+        (TOKENS[0], TOKENS[0, 0], r"a document's labels are torch.int64 \[\] on cpu"),
+        (TOKENS[0], TOKENS[0].to("meta"), "a document's labels are on the meta device"),
+        (TOKENS[0].to_sparse(), TOKENS[0], "a document's tokens are a nested or sparse tensor"),
+        (TOKENS[0] - 6, TOKENS[0] - 6, "a document has a negative token"),
+    ],
+)
+def test_other_labels_are_refused(tokens: Any, labels: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Document.from_labels(tokens, labels)
+
+
+def test_documents_are_shared_by_processes_of_a_group() -> None:
+    with pytest.raises(RuntimeError, match=r"not initialised: call torch\.distributed\.init_proc"):
+        share_documents([TOKENS[0]])

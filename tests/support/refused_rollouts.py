@@ -98,7 +98,7 @@ def beyond_vocabulary() -> list[str]:
         [Document(tokens[:2], torch.tensor([most - 1, -100]))],
         [Rollout(tokens + 1)],
         [tokens + 1],
-        [tokens - most],
+        [Document(tokens[:2], torch.tensor([-9, -100]))],
         [Document(tokens[:2], torch.tensor([-100, most]))],
     )
     found = [message_of(lambda: planner.place(each)) for each in given]  # noqa: B023
