@@ -14,6 +14,9 @@ from megatron_patches.families.bridges import bridge_of
 
 # What mbridge says of a model, by the names of megatron-core's configuration and of the flags that
 # Megatron-LM makes it of.
+_DIVISOR = 128
+"""Megatron-LM's default of `--make-vocab-size-divisible-by`."""
+_TENSOR_SIZES = (1, 2, 4, 8)
 _ARCHITECTURE = """
     num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels layernorm_epsilon
     normalization add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout
@@ -83,26 +86,51 @@ def run_flags(tokenizer: Path, config: Any) -> list[str]:
     return flags
 
 
-def vocabulary_flags(tokens: int, rows: int) -> list[str]:
+def padded_vocabulary(tokens: int, divisor: int, tensor: int) -> int:
+    """Returns the rows of embeddings that Megatron-LM makes.
+
+    Args:
+        tokens: size of the tokenizer's vocabulary.
+        divisor: value of `--make-vocab-size-divisible-by`.
+        tensor: tensor-parallel size.
+    """
+    return -(-tokens // (divisor * tensor)) * divisor * tensor
+
+
+def vocabulary_flags(tokens: int, rows: int, tensor: int | None = None) -> list[str]:
     """Returns flags with which a tokenizer's vocabulary is padded to the embeddings that there are.
+    Padding beyond these would change the loss, whose softmax is over all rows.
 
     Args:
         tokens: size of the tokenizer's vocabulary.
         rows: rows of the embeddings, which may be more.
+        tensor: tensor-parallel size; None: it is not known, and the flags are those with which 1
+            and most of 2, 4 and 8 can be used.
 
     Raises:
-        ValueError: the tokenizer has more tokens than the embeddings have rows.
+        ValueError: the tokenizer has more tokens than the embeddings have rows, or the
+            tensor-parallel size does not divide these.
     """
     if tokens > rows:
         raise ValueError(
             f"the tokenizer has {tokens} tokens and the model weights for {rows}: make them equal "
             "with transformers' resize_token_embeddings"
         )
-    if tokens == rows:
+    if tensor is not None and rows % tensor:
+        raise ValueError(
+            f"the model has embeddings of {rows} rows, which --tensor-model-parallel-size {tensor} "
+            "does not divide: give a size that does"
+        )
+    sizes = _TENSOR_SIZES if tensor is None else (tensor,)
+
+    def fitting(divisor: int) -> tuple[bool, int]:
+        fit = [padded_vocabulary(tokens, divisor, size) == rows for size in sizes]
+        return fit[0], sum(fit)
+
+    if fitting(_DIVISOR) == (True, len(sizes)):
         return []
-    # The smallest one leaves the most factors to tensor parallelism.
-    divisor = next(each for each in range(rows - tokens + 1, rows + 1) if rows % each == 0)
-    return ["--make-vocab-size-divisible-by", str(divisor)]
+    divisors = [each for each in range(1, rows + 1) if rows % each == 0]
+    return ["--make-vocab-size-divisible-by", str(max(divisors, key=fitting))]
 
 
 def _activation_flags(described: SimpleNamespace) -> list[str]:

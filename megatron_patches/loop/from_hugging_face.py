@@ -63,7 +63,12 @@ def with_model_flags(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
         raise ValueError(f"--from-hf needs `{install('convert')}`: {error}") from error
     from distca.checkpoints.weights import Checkpoint
     from distca.documents.tokenizer import build_tokenizer
-    from megatron_patches.families.flags import model_flags, run_flags, vocabulary_flags
+    from megatron_patches.families.flags import (
+        model_flags,
+        padded_vocabulary,
+        run_flags,
+        vocabulary_flags,
+    )
 
     if not folder.is_dir():
         raise ValueError(f"--from-hf {folder} is not a folder: give a transformers model's")
@@ -74,8 +79,10 @@ def with_model_flags(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
     if given.get("tokenizer_type", _TOKENIZERS[0]) in _TOKENIZERS:
         tokenizer = str(given.get("tokenizer_model", folder))
         tokens = build_tokenizer(_TOKENIZERS[0], tokenizer).vocab_size
-        if rows := vocabulary_flags(tokens, config.vocab_size):
-            flags += rows
+        parallel = given.get("tensor_model_parallel_size", 1)
+        flags += vocabulary_flags(tokens, config.vocab_size, parallel)
+        divisor = given.get("make_vocab_size_divisible_by", 1)
+        if padded_vocabulary(tokens, divisor, parallel) != config.vocab_size:
             fixed.add("make_vocab_size_divisible_by")
     flags += run_flags(folder, config)
     of_model = vars(ArgumentParser.parse_known_args(parser, flags)[0])

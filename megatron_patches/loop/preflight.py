@@ -130,8 +130,22 @@ def check_read(config: DistcaConfig, args: Namespace, memory: int | None = None)
         schedule_config(config, args, sizes.servers(config.dedicated))
     if args.load is not None:
         check_checkpoint(args)
+    check_first_weights(args)
     if config.enabled and args.save is not None:
         refuse_to_overwrite(args.save, args.load)
+
+
+def check_first_weights(args: Namespace) -> None:
+    """Checks that `--pretrained-checkpoint`, if the run starts from it, has this run's vocabulary.
+
+    Raises:
+        ValueError: it has embeddings of other tokens, or of another padding.
+    """
+    first = args.pretrained_checkpoint
+    continues = args.load is not None and loaded_checkpoint(args.load, args.ckpt_step) is not None
+    path = None if first is None or continues else loaded_checkpoint(first, None)
+    if path is not None and (path / ".metadata").exists():
+        check_vocabulary(Namespace(), args, path)
 
 
 def check_checkpoint(args: Namespace) -> None:

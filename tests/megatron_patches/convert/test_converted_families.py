@@ -195,7 +195,16 @@ def test_models_that_cannot_be_converted(tmp_path: Path, changes, message: str) 
 def test_rows_beyond_the_tokenizer_s_tokens() -> None:
     from megatron_patches.families.flags import vocabulary_flags
 
-    assert vocabulary_flags(301, 301) == []
+    assert vocabulary_flags(256, 256, 1) == vocabulary_flags(1024, 1024) == []
+    assert vocabulary_flags(301, 301, 1) == ["--make-vocab-size-divisible-by", "1"]
+    # As Llama 3 has it: Megatron's default suits tensor parallelism of 1 and 2.
+    assert vocabulary_flags(128256, 128256, 2) == []
+    assert vocabulary_flags(128256, 128256) == ["--make-vocab-size-divisible-by", "1"]
+    # 64 would be right without tensor parallelism alone.
+    assert vocabulary_flags(259, 320) == ["--make-vocab-size-divisible-by", "80"]
+    assert vocabulary_flags(259, 320, 2) == ["--make-vocab-size-divisible-by", "32"]
+    with pytest.raises(ValueError, match="of 301 rows, which --tensor-model-parallel-size 2 does"):
+        vocabulary_flags(300, 301, 2)
     # As Qwen3 has it: with 1187 the vocabulary fits, and tensor parallelism up to 128.
     assert vocabulary_flags(151669, 151936) == ["--make-vocab-size-divisible-by", "1187"]
     with pytest.raises(ValueError, match="has 302 tokens and the model weights for 301"):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.loop import from_hugging_face
-from megatron_patches.loop.from_hugging_face import set_first_weights
-from megatron_patches.parts import parse_args
+from megatron_patches.loop.from_hugging_face import set_first_weights, with_model_flags
+from megatron_patches.parts import build_parser, parse_args
 from support.converted import add_tokenizer
 from support.pretraining import LOSS, run_command
 from support.small_families import save_family, small_config
@@ -92,8 +92,20 @@ def test_rows_beyond_the_tokenizer_s_tokens_are_the_model_s(tmp_path: Path) -> N
     small_config("qwen3", vocab_size=320).save_pretrained(tmp_path)
     add_tokenizer(tmp_path, 301)
     assert parse(tmp_path).make_vocab_size_divisible_by == 20
-    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by 128"):
-        parse(tmp_path, "--make-vocab-size-divisible-by", "128")
+    for divisor in ("128", "10"):
+        with pytest.raises(ValueError, match=f"--make-vocab-size-divisible-by {divisor}"):
+            parse(tmp_path, "--make-vocab-size-divisible-by", divisor)
+    # A run may give another one that pads to the model's rows.
+    assert parse(tmp_path, "--make-vocab-size-divisible-by", "64").padded_vocab_size is None
+    two = ["--tensor-model-parallel-size", "2"]
+    source = ["--from-hf", str(tmp_path)]
+    words = with_model_flags(build_parser(), [*source, *two])
+    assert words[words.index("--make-vocab-size-divisible-by") + 1] == "10"
+    with pytest.raises(ValueError, match=r"divisible-by 128 .*: remove it"):
+        with_model_flags(build_parser(), [*source, *two, "--make-vocab-size-divisible-by", "128"])
+    three = ["--tensor-model-parallel-size", "3"]
+    with pytest.raises(ValueError, match="of 320 rows, which --tensor-model-parallel-size 3 does"):
+        with_model_flags(build_parser(), [*source, *three])
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

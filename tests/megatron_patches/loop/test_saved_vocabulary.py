@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron_patches.loop.preflight import check_first_weights
 from megatron_patches.loop.saved_vocabulary import check_vocabulary
 from support.pretraining import run
 from support.whole_runs import write_documents
@@ -68,3 +70,20 @@ def test_the_remedy_loads(tmp_path) -> None:
     assert "give --make-vocab-size-divisible-by 150" in output
     losses, _ = run(2, data, "--make-vocab-size-divisible-by", "150", *load)
     assert [*losses] == [3]
+
+
+def test_first_weights_have_the_run_s_rows(tmp_path) -> None:
+    """A run that starts from other weights would pad their embeddings without a word."""
+    weights = {"embedding.word_embeddings.weight": torch.ones(128, 4)}
+    dcp.save(weights, checkpoint_id=tmp_path / "first" / "iter_0000000", no_dist=True)
+    (tmp_path / "first" / "latest_checkpointed_iteration.txt").write_text("0")
+    first = {"pretrained_checkpoint": str(tmp_path / "first"), "load": None, "ckpt_step": None}
+    check_first_weights(Namespace(**vars(flags("A", 90, 128)) | first))
+    other = vars(flags("A", 90, 256, 2)) | first
+    with pytest.raises(ValueError, match=r"to 128 rows, .* --make-vocab-size-divisible-by 64"):
+        check_first_weights(Namespace(**other))
+    # A run that continues does not start from them.
+    save = tmp_path / "save"
+    shutil.copytree(tmp_path / "first", save)
+    check_first_weights(Namespace(**other | {"load": str(save)}))
+    check_first_weights(Namespace(**other | {"pretrained_checkpoint": None}))
