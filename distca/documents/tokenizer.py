@@ -93,7 +93,10 @@ class HuggingFaceTokenizer:
         names = self._END_TOKENS if named is None else (named,)
         ends = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
         if not ends:
-            raise ValueError(f"{path} has no token that ends a document ({', '.join(names)})")
+            raise ValueError(
+                f"{path} has no token that ends a document ({', '.join(names)}): add one with "
+                "transformers' add_special_tokens"
+            )
         self.eod: int = ends[0]
 
     def tokenize(self, text: str) -> list[int]:
