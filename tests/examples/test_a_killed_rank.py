@@ -1,4 +1,4 @@
-"""A job of the library's examples of which a rank is killed ends, with its data loaders."""
+"""A job ends, with its data loaders, if one of its ranks is killed: an example of the library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_job_of_which_a_rank_is_killed_ends() -> None:
+def test_a_job_ends_if_a_rank_is_killed() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "examples/transformers_fsdp.py", "--steps", "2000"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
