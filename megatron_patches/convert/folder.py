@@ -114,8 +114,7 @@ def _check_place(folder: Path, place: Path) -> None:
     while not place.exists():
         place = place.parent
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=place):
-            pass
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=place).cleanup()
     except OSError as error:
         raise ValueError(
             f"--to {folder} cannot be written: {place}: {error.strerror}: give another folder"
