@@ -160,9 +160,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         _GROUPS | _LATENTS | {"q_lora_rank": None},
     ),
     "gemma2": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 16}),
-    "gemma2, scores by hidden size": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 24}),
+    "gemma2, scores scaled by hidden size": (
+        "Gemma2Config",
+        _GEMMA | {"query_pre_attn_scalar": 24},
+    ),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA3 | {"query_pre_attn_scalar": 16}),
-    "gemma3_text, scaled RoPE; scores by hidden size": (
+    "gemma3_text, scaled RoPE; scores scaled by hidden size": (
         "Gemma3TextConfig",
         _GEMMA3
         | {
