@@ -421,8 +421,8 @@ def test_loads_that_cdsp_bears() -> None:
 def test_loads_that_groups_of_ranks_bear_in_the_engine() -> None:
     rows = table(RESULTS / "serving" / "rank_groups.md", "trace | fixed-8")
     ratios = [float(row[4].split()[0]) / float(row[1].split()[0]) for row in rows]
-    said = "CDSP sustains {:.2f}, {:.2f} and {:.2f} times the load of fixed SP 8".format(*ratios)
-    assert said in INDEX.read_text()
+    each = "CDSP sustains {:.2f}, {:.2f} and {:.2f} times".format(*ratios)
+    assert f"{each} the load of fixed groups of 8 ranks" in INDEX.read_text()
 
 
 def test_balance_of_prompts_of_unequal_lengths() -> None:
