@@ -27,23 +27,24 @@ from megatron_patches.flags.distca import add_distca_arguments
 PAGE = Path(__file__).parent / "reference.md"
 _HEADER = """# Flags
 
-`python docs/make_reference.py` writes this page from the parsers. Other pages
-explain when to use DistCA's flags:
+`python docs/make_reference.py` writes this page from the parsers. A flag without a default is off,
+or its description says what happens without it. Other pages explain when to use DistCA's flags:
 
-| to choose | flags | page |
+| what the flags set | flags | page |
 | --- | --- | --- |
 | who computes which task | `--distca-scheduler`, `--distca-placement`, \
 `--distca-context-parallel-size` | [planning](planning.md#schedulers) |
 | how work and bytes are measured | `--distca-profile`, `--distca-gpus-per-node`, \
 `--distca-node-gb-per-s`, `--distca-network-gb-per-s`, `--distca-server-speeds` | \
 [tuning](performance.md) |
-| balance or fewer bytes | `--distca-tolerance` | [tuning](performance.md#the-tolerance) |
-| overlap | `--distca-ping-pong`, `--distca-ablation` | \
+| the trade-off between equal work and few bytes | `--distca-tolerance` | \
+[tuning](performance.md#the-tolerance) |
+| overlap of communication and compute | `--distca-ping-pong`, `--distca-ablation` | \
 [ping-pong](pipelines.md#ping-pong-hides-communication) |
-| memory | `--distca-max-buffer-bytes`, `--distca-backward` | \
+| memory of exchanges | `--distca-max-buffer-bytes`, `--distca-backward` | \
 [tuning](performance.md#memory-of-exchanges) |
 | memory of micro-batches | `--distca-memory-gb` | [tuning](performance.md#server-pools) |
-| latents or keys and values | `--distca-latent-rows` | \
+| sending latents instead of keys and values | `--distca-latent-rows` | \
 [multi-latent attention](moving_a_job.md#multi-latent-attention) |
 | transport | `--distca-transport`, `--distca-nvshmem-mode`, \
 `--distca-nccl-max-ctas` | \
@@ -59,16 +60,16 @@ explain when to use DistCA's flags:
 [pipelines](pipelines.md#micro-batches-smaller-than-a-document) |
 | SMs for exchanges | `--distca-sm-margin` | \
 [tuning](performance.md#transports) |
-| fewer launches by the CPU | `--distca-cuda-graphs` | [tuning](performance.md#cuda-graphs) |
+| CUDA graphs | `--distca-cuda-graphs` | [tuning](performance.md#cuda-graphs) |
 | a timeline | `--distca-trace`, `--distca-trace-iterations` | \
 [tuning](performance.md#read-a-timeline) |
-| documents | `--distca-max-document-length`, `--distca-whole-documents`, \
+| length and source of documents | `--distca-max-document-length`, `--distca-whole-documents`, \
 `--distca-documents` | [concepts](concepts.md#windows), [fine-tuning](fine_tuning.md) |
 | prefixes that are computed once | `--distca-share-prefixes` | \
 [shared prefixes](shared_prefixes.md) |
 
-Flags of `pretrain_gpt.py`: those here are DistCA's own. All others are Megatron-LM's, which its
-`--help` lists; [some are refused](troubleshooting.md#refused-flags).
+For `pretrain_gpt.py`, this page lists only DistCA's own flags. Its `--help` also lists those of
+Megatron-LM, and [some of these are refused](troubleshooting.md#refused-flags).
 """
 
 
@@ -103,7 +104,7 @@ def _default(action: argparse.Action) -> str:
         return "required"
     if isinstance(action, argparse.BooleanOptionalAction):
         return "on" if action.default else "off"
-    # Where the meaning tells the default, the value is only what stands for it.
+    # If the meaning states the default, the value only stands for it.
     if action.nargs == 0 or action.default in (None, []) or "Default:" in (action.help or ""):
         return ""
     return f"`{_shown(action.default)}`"

@@ -38,8 +38,9 @@ examples:
         "parts",
         nargs="*",
         metavar="PART",
-        help="Part to compile. decode: decoding on this CPU; shm: shared memory of one machine; "
-        "nvshmem: GPUs of one machine; nvshmem-network: GPUs over a network. Default: all.",
+        help="Parts to compile. decode: the kernel that decodes on this CPU; shm: the "
+        "transport over shared memory; nvshmem: the transport between GPUs of one machine; "
+        "nvshmem-network: the transport between GPUs over a network. Default: all.",
     )
     parser.add_argument(
         "--architectures",
@@ -48,7 +49,7 @@ examples:
         metavar="SM",
         default=None,
         help="Compute capabilities of the GPUs, such as 90 for H100. Default: those of this "
-        f"machine's GPUs, or {' '.join(map(str, ARCHITECTURES))} where there are none.",
+        f"machine's GPUs, or {' '.join(map(str, ARCHITECTURES))} if it has none.",
     )
     parser.add_argument(
         "--cache",
@@ -56,7 +57,7 @@ examples:
         default=None,
         metavar="FOLDER",
         # Relative to the home folder, so that the documentation shows the same for everybody.
-        help="Folder of the compiled files. Default: "
+        help="Folder for the compiled files. Default: "
         f"~/{default_cache().relative_to(Path.home())}.",
     )
     return parser

@@ -31,29 +31,31 @@ def add_calibration_flags(group: Group) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="Measured cost of dropped keys, from `distca tune sparsity`: csps then chooses a "
-        "sparsity within one of these bounds, instead of --sparsity.",
+        help="File from `distca tune sparsity`, which measures what dropped keys cost. csps "
+        "then chooses a sparsity itself, within the bound of --max-degradation, "
+        "--max-recall-loss or --max-ttft.",
     )
     group.add_argument(
         "--max-degradation",
         type=float,
         metavar="NATS",
-        help="Minimize the time to the first token, with a mean divergence from dense attention "
-        "of at most NATS.",
+        help="With --calibration: minimize the time to the first token, with a mean divergence "
+        "from dense attention of at most NATS.",
     )
     group.add_argument(
         "--max-recall-loss",
         type=float,
         metavar="SHARE",
-        help="Minimize the time to the first token, with at most SHARE (0 to 1) of all needles "
-        "lost.",
+        help="With --calibration: minimize the time to the first token, with at most SHARE (0 "
+        "to 1) of all needles lost. A needle, a token hidden in a prompt, is lost if only dense "
+        "attention recalls it.",
     )
     group.add_argument(
         "--max-ttft",
         type=float,
         metavar="SECONDS",
-        help="Minimize the divergence, with a predicted time to the first token of at most "
-        "SECONDS.",
+        help="With --calibration: minimize the divergence from dense attention, with a "
+        "predicted time to the first token of at most SECONDS.",
     )
 
 

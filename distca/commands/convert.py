@@ -48,20 +48,21 @@ def build_parser() -> Parser:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="Output: with MODEL a folder for --load, with --checkpoint a Hugging Face model.",
+        help="Output folder. With MODEL it becomes a Megatron checkpoint for --load; with "
+        "--checkpoint, a Hugging Face model.",
     )
     parser.add_argument(
         "--float32",
         action="store_true",
-        help="Write weights in float32. Default: with MODEL bfloat16, with --checkpoint as the run "
-        "had them.",
+        help="Write weights in float32. Without this flag, they are written in bfloat16 with "
+        "MODEL, and in the run's data type with --checkpoint.",
     )
     parser.add_argument(
         "--check",
         metavar="TEXT|IDS",
-        help="Compare the logits of both models in float32 for a text, or for token ids separated "
-        "by commas, and print the largest difference. The command fails if rounding does not "
-        "explain it.",
+        help="Compare the logits of both models in float32, for a text or for token ids "
+        "separated by commas, and print the largest difference. The command fails if the "
+        "difference is larger than rounding explains.",
     )
     parser.add_argument(
         "--hf-model",

@@ -23,46 +23,49 @@ RUNAHEAD = "runahead"
 Group = argparse._ArgumentGroup
 Value = TypeVar("Value")
 _SIZES = {
-    "layers": "Transformer layers.",
-    "hidden_size": "Width of the model.",
-    "heads": "Query heads.",
-    "kv_heads": "Key-value heads.",
-    "head_dim": "Elements of a head.",
-    "ffn_hidden_size": "Width of the gated MLP, or with experts of the shared ones.",
-    "vocab_size": "Tokens of the vocabulary.",
+    "layers": "Number of transformer layers.",
+    "hidden_size": "Hidden size of the model.",
+    "heads": "Number of query heads.",
+    "kv_heads": "Number of key-value heads.",
+    "head_dim": "Elements per head.",
+    "ffn_hidden_size": "Width of the gated MLP; in models with experts, the total width of the "
+    "shared experts.",
+    "vocab_size": "Number of tokens in the vocabulary.",
 }
 _EXPERTS = {
-    "num_experts": "Routed experts of each layer.",
-    "moe_router_topk": "Experts that a token uses.",
+    "num_experts": "Number of routed experts per layer.",
+    "moe_router_topk": "Number of routed experts per token.",
     "moe_ffn_hidden_size": "Width of each expert's gated MLP.",
 }
 LATENTS = {
-    "kv_lora_rank": "Size of the keys' and values' latent, in models with latent attention.",
-    "qk_pos_emb_head_dim": "Rotated elements of a key, which all heads share.",
-    "v_head_dim": "Elements of a value's head; --head-dim has a key's.",
-    "q_lora_rank": "Size of the queries' latent. Default: the preset's, or none.",
+    "kv_lora_rank": "With multi-latent attention: size of the latent of keys and values.",
+    "qk_pos_emb_head_dim": "With multi-latent attention: number of rotary elements of a key, "
+    "which all heads share.",
+    "v_head_dim": "Elements per head of the values; --head-dim is for the keys.",
+    "q_lora_rank": "With multi-latent attention: size of the latent of queries. Default: the "
+    "preset's, or none.",
 }
 WINDOWS = {
     "window_left": "Sliding window: a query sees N earlier tokens. Default: the preset's, or "
-    "all of its document.",
-    "attention_chunk_size": "Chunked local attention: a query sees only the earlier tokens of its "
-    "own chunk of N tokens. Default: the preset's, or all of its document.",
-    "window_attn_skip_freq": "Every Nth layer has full attention. Default: the preset's, or no "
-    "layer.",
+    "all earlier tokens of its document.",
+    "attention_chunk_size": "Chunked local attention: a query sees only the earlier tokens in "
+    "its own chunk of N tokens. Default: the preset's, or all earlier tokens of its document.",
+    "window_attn_skip_freq": "Every Nth layer has full attention instead of a window or "
+    "chunks. Default: the preset's, or no layer.",
 }
 _OVERRIDES = {
-    "gpus_per_node": "GPUs of a node.",
-    "memory_gb": "Memory of a GPU, in units of 10^9 bytes.",
-    "peak_tflops": "Peak of a GPU in dense 16-bit TFLOP/s.",
-    "linear_mfu": "Part of that peak that linear layers reach, from 0 to 1.",
-    "attention_tflops": "TFLOP/s that the attention kernel reaches forward.",
-    "node_gb_per_s": "Speed of a GPU's link within a node, GB/s in each direction.",
-    "network_gb_per_s": "Speed of a GPU's link between nodes, GB/s in each direction.",
+    "gpus_per_node": "Number of GPUs per node.",
+    "memory_gb": "Memory of a GPU in GB (10^9 bytes).",
+    "peak_tflops": "Peak speed of a GPU, in dense 16-bit TFLOP/s.",
+    "linear_mfu": "Share of --peak-tflops that linear layers reach, from 0 to 1.",
+    "attention_tflops": "Speed of the attention kernel in the forward pass, in TFLOP/s.",
+    "node_gb_per_s": "Speed of a GPU's link within a node, in GB/s per direction.",
+    "network_gb_per_s": "Speed of a GPU's link between nodes, in GB/s per direction.",
 }
 _CHARGES = {
-    "link_efficiency": "Share of a link's speed that exchanges reach, above 0.",
-    "copy_efficiency": "Share of the memory's speed that copies reach, above 0.",
-    "interference": "Share of compute that an exchange takes while it is under way, below 1.",
+    "link_efficiency": "Share of a link's speed that exchanges reach; above 0.",
+    "copy_efficiency": "Share of the memory's speed that copies reach; above 0.",
+    "interference": "Share of a GPU's compute that an exchange takes while it runs; below 1.",
 }
 _MOST_GPUS = 65536
 """Most GPUs that are simulated."""
@@ -75,7 +78,7 @@ def once(values: Sequence[Value]) -> list[Value]:
 
 def add_model_flags(parser: Parser, training: bool = False) -> Group:
     """Adds the flags of `model_of`, those of training alone or not; returns their group."""
-    model = parser.add_argument_group("model (--model, or all sizes; a size wins over the model's)")
+    model = parser.add_argument_group("model (--model or all sizes; a size overrides the model's)")
     add_model_flag(model)
     for name, what in (_SIZES | _EXPERTS | (LATENTS | WINDOWS if training else {})).items():
         model.add_argument(flag_of(name), type=int, metavar="N", help=what)
@@ -87,20 +90,20 @@ def add_model_flag(group: Group) -> None:
     group.add_argument(
         "--model",
         metavar="NAME|FOLDER",
-        help="A folder with the config.json of a Hugging Face checkpoint, or a preset: "
+        help="A preset, or a folder with the config.json of a Hugging Face checkpoint. Presets: "
         f"{', '.join(MODELS)}.",
     )
 
 
 def add_cluster_flags(parser: Parser) -> Group:
     """Adds the flags of `cluster_of`, but for charges; returns their group."""
-    cluster = parser.add_argument_group("cluster (a preset, and what differs from it)")
+    cluster = parser.add_argument_group("cluster (a preset; other flags override its values)")
     cluster.add_argument(
         "--cluster",
         default="dgx-h100",
         metavar="NAME|FILE",
-        help=f"A preset: {', '.join(CLUSTERS)}; or a file that `distca verify` measured, "
-        "cluster.json.",
+        help="A preset, or the file cluster.json that `distca verify` measured. Presets: "
+        f"{', '.join(CLUSTERS)}.",
     )
     for name, what in _OVERRIDES.items():
         kind = int if name == "gpus_per_node" else float
@@ -110,12 +113,15 @@ def add_cluster_flags(parser: Parser) -> Group:
 
 def add_charge_flags(parser: Parser) -> Group:
     """Adds the charges of `cluster_of`; returns their group."""
-    charges = parser.add_argument_group("charges (the same for all systems; see distca.simulate)")
+    charges = parser.add_argument_group(
+        "charges (losses against ideal hardware, the same for all systems)"
+    )
     charges.add_argument(
         "--baseline-ideal",
         action="store_true",
-        help="Charge nothing: links and memory reach their data sheets' speeds, nothing "
-        "interferes, and context parallelism copies nothing. A bound of the baselines.",
+        help="Charge nothing: links and memory reach the speeds of their data sheets, "
+        "exchanges do not slow compute down, and context parallelism copies nothing. No "
+        "baseline can be faster than this.",
     )
     for name, what in _CHARGES.items():
         default = getattr(PUBLISHED, name)
@@ -141,12 +147,12 @@ def add_selection_flags(
         many_prompts: whether the command computes several prompts together.
     """
     sp_tp = (
-        "; sp-tp: rows, between processes that split the weights (--tensor-parallel-size alone, "
-        "where auto chooses sp-ntp or sp-tp)"
+        "; sp-tp: hidden states, between processes that split the weights (only with "
+        "--tensor-parallel-size alone, where auto chooses sp-ntp or sp-tp)"
     )
     tiles = (
-        "; tiles: for many prompts of unequal lengths, each stays on one rank (data-parallel "
-        "attention), and tiles of attention go from ranks with long prompts to others"
+        "; tiles, for many prompts of unequal lengths: each prompt stays on one rank "
+        "(data-parallel attention), and ranks with long prompts send tiles of attention to others"
     )
     group.add_argument(
         "--prefill-strategy",
@@ -157,18 +163,19 @@ def add_selection_flags(
             *([TILES] if many_prompts else []),
         ),
         default=default,
-        help="What travels between ranks in a prefill. pass-kv: keys and values; pass-q: queries "
-        "and their outputs; auto: chooses one of these for each prefill; runahead: keys and "
-        "values, down a chain of ranks; csps: keys and values, from near to far, some far ones "
-        f"dropped; sp-ntp: heads{sp_tp * splits_weights}; all-gather: all keys and values to all "
-        f"ranks, a baseline{tiles * many_prompts}.",
+        help="What ranks send each other in a prefill. pass-kv: keys and values, around a ring; "
+        "pass-q: queries around a ring, and their outputs back; auto: pass-kv or pass-q, chosen "
+        "for each prefill; runahead: keys and values, down a chain of ranks; csps: keys and "
+        "values, to near ranks first, and to far ranks only some; sp-ntp: heads"
+        f"{sp_tp * splits_weights}; all-gather: all keys and values to all ranks, a baseline"
+        f"{tiles * many_prompts}.",
     )
     add_partition_flag(group, partitions)
     group.add_argument(
         "--selector",
         choices=SELECTORS,
         default="simulated",
-        help="How auto chooses: simulated: the plan with the lower predicted time; paper: the "
+        help="How auto chooses. simulated: the plan with the lower predicted time; paper: the "
         "rule of Meta's context parallelism (Algorithm 5).",
     )
 
@@ -179,8 +186,8 @@ def add_partition_flag(group: Group, partitions: str) -> None:
         "--partition",
         default="even",
         metavar="P",
-        help=f"How runahead divides a prompt: even, {partitions}, or the parts' shares in order: "
-        "0.4,0.33,0.27.",
+        help=f"How runahead divides a prompt: even, {partitions}, or the parts' shares in order, "
+        "such as 0.4,0.33,0.27.",
     )
 
 

@@ -82,7 +82,7 @@ examples:
         type=Path,
         default=None,
         metavar="FILE",
-        help="Also check a file from `distca profile`.",
+        help="File from `distca profile` that is checked, too.",
     )
     return parser
 

@@ -19,15 +19,15 @@ def add_machine_flags(group: Group) -> None:
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times from `distca profile`, used by auto. Default: rates of an H100, or of "
-        "one core on CPUs.",
+        help="Kernel times from `distca profile`, with which auto chooses. Default: the speeds "
+        "of an H100, or of one core on CPUs.",
     )
     group.add_argument(
         "--node-gb-per-s",
         type=float,
         metavar="X",
-        help="Speed of the link between two ranks, used by auto. Default: NVLink's, or what "
-        "processes reach on CPUs.",
+        help="Speed of the link between two ranks in GB/s, with which auto chooses. Default: "
+        "NVLink's speed, or that between CPU processes.",
     )
 
 
@@ -64,8 +64,8 @@ def add_block_size_flag(group: Group) -> None:
         "--block-size",
         type=int,
         metavar="N",
-        help="Tokens of a block of the KV cache. Default: 16, or 256 on GPUs, because "
-        "FlashAttention 2 reads only multiples of 256.",
+        help="Number of tokens per block of the KV cache. Default: 16 on CPUs, and 256 on "
+        "GPUs, because FlashAttention 2 reads only multiples of 256.",
     )
 
 
@@ -76,15 +76,15 @@ def add_pool_flags(group: Group) -> None:
         "--kv-cache-memory-bytes",
         type=int,
         metavar="N",
-        help="Bytes of each rank's KV cache. Default: what --gpu-memory-utilization leaves, or 1 "
-        "GiB on CPUs.",
+        help="Size of each rank's KV cache in bytes. Default: what the weights leave of "
+        "--gpu-memory-utilization, or 1 GiB on CPUs.",
     )
     group.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
         metavar="PART",
-        help="Share of a GPU's memory for weights and KV cache.",
+        help="Share of a GPU's memory that weights and KV cache may take.",
     )
     group.add_argument(
         "--enable-prefix-caching",
@@ -101,14 +101,15 @@ def add_exchange_flags(group: Group) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="Additional ranks without weights, which hold keys and values and compute attention. "
-        "Default: 0.",
+        help="Number of additional ranks without weights. They hold keys and values and "
+        "compute attention. Default: 0.",
     )
     group.add_argument(
         "--transport",
         choices=TRANSPORTS,
-        help="Moves rows between ranks: gloo or shm (shared memory of one machine) on CPUs, nccl "
-        "or nvshmem on GPUs. Default: gloo, or nccl.",
+        help="What moves queries, keys, values and outputs between ranks: gloo or shm (shared "
+        "memory of one machine) on CPUs, nccl or nvshmem on GPUs. Default: gloo on CPUs, nccl "
+        "on GPUs.",
     )
 
 
@@ -125,7 +126,7 @@ def add_timeout_flag(group: Group, default: float, then: str) -> None:
         type=float,
         default=default,
         metavar="SECONDS",
-        help=f"Longest time of an exchange between ranks, {then}. Default: {default:g}.",
+        help=f"Maximum time of an exchange between ranks, {then}. Default: {default:g}.",
     )
 
 

@@ -34,7 +34,7 @@ def add_ranks_flag(
         "--context-parallel-size",
         type=_size,
         metavar="N",
-        help=f"Ranks that share a prompt; auto: the fewest whose memory holds {of_what}.",
+        help=f"Number of ranks that share a prompt. auto: the fewest whose memory holds {of_what}.",
         default=default,
         required=required,
     )

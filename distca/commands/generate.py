@@ -52,26 +52,33 @@ def build_parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
     what = parser.add_argument_group("input (one of these)")
     what.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="Text to continue; repeatable."
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="Text to continue. The flag may be repeated.",
     )
     what.add_argument(
-        "--prompt-ids", type=Path, metavar="FILE", help="JSON list of lists of token ids."
+        "--prompt-ids",
+        type=Path,
+        metavar="FILE",
+        help="JSON file with a list of prompts, each a list of token ids.",
     )
     what.add_argument(
         "--conversations",
         type=Path,
         metavar="FILE",
-        help="JSON lines, each a list of messages {role, content}. Every user message without an "
-        "answer is answered, with the keys and values of earlier turns.",
+        help="File of JSON lines. Each line is a conversation: a list of messages {role, "
+        "content}. Every user message without an answer is answered. Later turns reuse the "
+        "cached keys and values of earlier turns.",
     )
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("ranks and answers")
     add_ranks_flag(how, "the longest prompt and its answer", default=1)
     how.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="T",
-        help="Processes that split each layer of a rank.",
+        help="Number of processes per rank. They split each layer.",
     )
     tables = "searched, a table that `distca tune partitions` wrote"
     add_selection_flags(how, "auto", tables, many_prompts=True)
@@ -84,14 +91,14 @@ def build_parser() -> Parser:
         "--cp-kv-cache-interleave-size",
         type=int,
         metavar="N",
-        help="Consecutive decoded positions that one rank owns, a multiple of --block-size. "
-        "Default: --block-size.",
+        help="Number of consecutive decoded tokens that one rank owns, a multiple of "
+        "--block-size. The next rank owns the next N. Default: --block-size.",
     )
     how.add_argument(
         "--even-out",
         action="store_true",
-        help="After each prefill, move cached blocks until all ranks hold equal shares: a chain "
-        "leaves unequal ones.",
+        help="After each prefill, move cached blocks until all ranks hold equal shares. "
+        "runahead leaves unequal shares.",
     )
     add_block_size_flag(how)
     how.add_argument(
@@ -99,33 +106,37 @@ def build_parser() -> Parser:
         type=int,
         default=64,
         metavar="N",
-        help="Most prompts that run at the same time.",
+        help="Maximum number of prompts that run at the same time.",
     )
     how.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="Most tokens of an iteration; longer prompts are computed in chunks. With tiles each "
-        "rank has an equal share of them. Default: the longest prompt's, at least 2048, with tiles "
-        "for each rank.",
+        help="Maximum number of tokens in an iteration. Longer prompts are computed in chunks. "
+        "With the strategy tiles, each rank gets an equal share of this number. Default: the "
+        "length of the longest prompt, at least 2048; with tiles, this number times the ranks.",
     )
     how.add_argument(
         "--kv-cache-memory-bytes",
         type=int,
         metavar="N",
-        help="Bytes of each rank's KV cache. Default: enough for all prompts and their answers; "
-        "for conversations at most 4 GiB.",
+        help="Size of each rank's KV cache in bytes. Default: enough for all prompts and their "
+        "answers; for conversations, at most 4 GiB.",
     )
     add_dtype_flag(how)
     how.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="Most tokens of an answer."
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="Maximum number of tokens in an answer.",
     )
     how.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="Sampling temperature; 0 takes the most likely token.",
+        help="Sampling temperature. 0 takes the most likely token.",
     )
     how.add_argument(
         "--top-k",
@@ -148,9 +159,13 @@ def build_parser() -> Parser:
         help="Decode without CUDA graphs on GPUs.",
     )
     add_timeout_flag(how, 600.0, "after which the command ends")
-    how.add_argument("--ignore-eos", action="store_true", help="Answers end only at --max-tokens.")
+    how.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="Ignore end tokens: answers end only at --max-tokens.",
+    )
     out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="Print a list of answers as JSON.")
+    out.add_argument("--json", action="store_true", help="Print the answers as a JSON list.")
     out.add_argument(
         "--trace",
         type=Path,
@@ -160,7 +175,8 @@ def build_parser() -> Parser:
     out.add_argument(
         "--check",
         action="store_true",
-        help="Compare logits and tokens with one process that runs transformers' own attention.",
+        help="Compare logits and tokens with those of one process that runs transformers' own "
+        "attention.",
     )
     return parser
 

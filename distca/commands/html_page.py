@@ -303,8 +303,7 @@ def add_flag(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="Write a page with all figures, tables and drawings, which a browser shows without a "
-        "network.",
+        help="Write an HTML page with all figures, tables and drawings. It needs no network.",
     )
 
 

@@ -102,8 +102,8 @@ def build_parser() -> Parser:
         "--lengths",
         type=file_name,
         metavar="FILE",
-        help="Lengths in tokens: a JSON list, used as it is, or the .idx file of a Megatron "
-        "dataset, from which a batch is drawn.",
+        help="File of document lengths in tokens: a JSON list, which is the batch, or the .idx "
+        "file of a Megatron dataset, from which a batch is drawn.",
     )
     documents.add_argument(
         "--distribution",
@@ -114,19 +114,19 @@ def build_parser() -> Parser:
         "--load",
         type=Path,
         metavar="FILE",
-        help="Show a plan from --save. Flags of links, speeds, --profile and the model override "
-        "the saved values; flags that make a plan are refused.",
+        help="Show a plan that --save wrote. Flags of links, speeds, --profile and the model "
+        "override the saved values. Flags that would change the plan are refused.",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Seed of the drawn documents."
+        "--seed", type=int, default=0, metavar="N", help="Seed with which documents are drawn."
     )
     parser.add_argument(
         "--max-document-length",
         type=int,
         metavar="TOKENS",
-        help="Longest document; longer ones are cut into pieces. Default: no limit.",
+        help="Longest document. Longer documents are cut into pieces. Default: no limit.",
     )
-    ranks = parser.add_argument_group("ranks (needed, unless --load is given)")
+    ranks = parser.add_argument_group("ranks (required unless --load is given)")
     ranks.add_argument(
         "--servers",
         type=int,
@@ -146,21 +146,21 @@ def build_parser() -> Parser:
         type=int,
         default=1,
         metavar="N",
-        help="Servers of a node, which share its faster links.",
+        help="Number of servers per node. Servers of a node share its faster links.",
     )
     ranks.add_argument(
         "--node-gb-per-s",
         type=float,
         default=450.0,
         metavar="GB",
-        help="Speed of a server's link within a node, GB/s in each direction.",
+        help="Speed of a server's link within a node, in GB/s per direction.",
     )
     ranks.add_argument(
         "--network-gb-per-s",
         type=float,
         default=50.0,
         metavar="GB",
-        help="Speed of a server's link between nodes, GB/s in each direction.",
+        help="Speed of a server's link between nodes, in GB/s per direction.",
     )
     planned_heads.add_flags(parser)
     schedule = parser.add_argument_group("schedule")
@@ -168,43 +168,43 @@ def build_parser() -> Parser:
         "--scheduler",
         default="tiles",
         metavar="NAME",
-        help=f"What makes the plan: {', '.join(COMPARED)}; hybrid-cp needs megatron-core.",
+        help=f"Scheduler: {', '.join(COMPARED)}. hybrid-cp needs megatron-core.",
     )
     schedule.add_argument(
         "--tolerance",
         type=float,
         default=0.1,
         metavar="X",
-        help="How far a server's load may exceed the mean, as a fraction of the mean. A larger "
-        "tolerance moves fewer bytes.",
+        help="How far a server's load may exceed the mean load, as a fraction of the mean. "
+        "Plans with a larger tolerance move fewer bytes.",
     )
     schedule.add_argument(
         "--placement",
         choices=("free", "sequential"),
         default="free",
-        help="free: the scheduler chooses the ranks of documents; sequential: documents lie one "
-        "after the other.",
+        help="Place of documents. free: the scheduler chooses; sequential: one after the other.",
     )
     schedule.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times from `distca profile`, by which plans balance work. Default: query-key "
-        "pairs.",
+        help="Kernel times from `distca profile`. Plans then balance these times. Default: "
+        "plans balance query-key pairs.",
     )
     schedule.add_argument(
         "--max-buffer-bytes",
         type=int,
         metavar="BYTES",
-        help="Most bytes of queries, keys and values that a server receives for a layer (tiles "
-        "only). Default: no limit.",
+        help="Maximum bytes of queries, keys and values that a server receives for one layer "
+        "(scheduler tiles only). Default: no limit.",
     )
     schedule.add_argument(
         "--context-parallel-size",
         type=int,
         metavar="N",
-        help="Ranks that share documents with per-document-cp, ring-zigzag and wlb-llm, and the "
-        "longest document with hybrid-cp and dynamic-cp. Default: the fewest that hold it.",
+        help="Number of ranks that share documents with the schedulers per-document-cp, "
+        "ring-zigzag and wlb-llm, or the longest document with hybrid-cp and dynamic-cp. "
+        "Default: the smallest number that holds the longest document.",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -220,7 +220,7 @@ def build_parser() -> Parser:
         help="Draw the plan, in the format of the suffix (.png, .svg).",
     )
     output.add_argument(
-        "--save", type=Path, metavar="FILE", help="Write the plan as JSON for --load."
+        "--save", type=Path, metavar="FILE", help="Write the plan as JSON, for --load."
     )
     html_page.add_flag(output)
     return parser

@@ -28,9 +28,9 @@ from distca.schedule import ScheduleConfig, describe
 from distca.wording import ordinal
 
 _HEADS = {
-    "heads": "Query heads of the whole model.",
-    "kv_heads": "Key-value heads. Default: as many as --heads.",
-    "head_dim": "Elements of a head. Default: 128.",
+    "heads": "Number of query heads of the whole model.",
+    "kv_heads": "Number of key-value heads. Default: that of --heads.",
+    "head_dim": "Elements per head. Default: 128.",
 }
 # The queries' latent never travels.
 _OF_KEYS = ("kv_lora_rank", "qk_pos_emb_head_dim", "v_head_dim")
@@ -40,7 +40,7 @@ _LATENT_KEYS = {name: LATENTS[name] for name in _OF_KEYS}
 def add_flags(parser: Parser) -> None:
     """Adds the flags of `planned_model`, `shape_of` and `travelling_shape_of`."""
     model = parser.add_argument_group(
-        "model (--model, or the number of heads, unless --load; a flag wins over the model's value)"
+        "model (--model or the heads, unless --load is given; a flag overrides the model's value)"
     )
     add_shape_flags(model)
     model.add_argument(
@@ -48,7 +48,7 @@ def add_flags(parser: Parser) -> None:
         type=int,
         default=2,
         choices=(1, 2, 4),
-        help="Bytes of an element: 2 for bf16.",
+        help="Bytes per element: 2 for bf16.",
     )
     for name, what in (_LATENT_KEYS | WINDOWS).items():
         if name != "v_head_dim":
@@ -57,9 +57,9 @@ def add_flags(parser: Parser) -> None:
         "--latent-rows",
         choices=LATENT_ROWS,
         default="auto",
-        help="As --distca-latent-rows in training, for multi-latent attention. on: latents "
-        "travel, and servers expand them; off: keys and values travel; auto: whichever takes "
-        "less time.",
+        help="With multi-latent attention: what ranks send to servers, as --distca-latent-rows "
+        "in training. on: latents, which servers expand; off: keys and values; auto: what "
+        "takes less time.",
     )
 
 
@@ -79,14 +79,14 @@ def add_shape_flags(group: Group, default: ModelSize | None = None) -> None:
         "--v-head-dim",
         type=int,
         metavar="N",
-        help="Elements of a value's head. Default: --head-dim.",
+        help="Elements per head of the values. Default: --head-dim.",
     )
     group.add_argument(
         "--tensor-model-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="GPUs that split the heads; figures are for one of them.",
+        help="Number of GPUs that split the heads. All figures are for one of these GPUs.",
     )
 
 

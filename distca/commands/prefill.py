@@ -61,53 +61,61 @@ def build_parser() -> Parser:
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="Address at which vLLM reaches the ranks. Everyone who can reach it is trusted. "
-        "Default: only this machine.",
+        help="Address at which vLLM reaches the ranks. Everyone who can reach this address is "
+        "trusted. Default: reachable only from this machine.",
     )
-    network.add_argument("--port", type=int, default=8300, metavar="N", help="Default: 8300.")
+    network.add_argument(
+        "--port",
+        type=int,
+        default=8300,
+        metavar="N",
+        help="Port at which vLLM reaches the ranks. Default: 8300.",
+    )
     network.add_argument(
         "--lease",
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="Silence after which vLLM computes a prompt itself. It must exceed the time of one "
-        "layer of --max-num-batched-tokens tokens. Default: 10.",
+        help="If the ranks are silent for SECONDS, vLLM computes a prompt itself. One layer "
+        "must take less time than this for --max-num-batched-tokens tokens. Default: 10.",
     )
     network.add_argument(
         "--transfer",
         choices=("auto", "nixl", "tcp"),
         default="auto",
-        help="How keys and values reach vLLM. nixl: written into memory of its device; tcp: sent "
-        "through host memory. auto: nixl where both sides have it.",
+        help="How keys and values reach vLLM. nixl: they are written into the memory of vLLM's "
+        "device; tcp: they are sent through host memory; auto: nixl if vLLM and the ranks have "
+        "it, else tcp.",
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--context-parallel-size",
         type=int,
         metavar="N",
-        help="Ranks that share a prompt. Default: 1, or all of torchrun's processes.",
+        help="Number of ranks that share a prompt. Default: 1; under torchrun, all of its "
+        "processes.",
     )
     ranks.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="T",
-        help="Neighbouring processes that split every layer of a rank. It may differ from vLLM's; "
-        "a divisor of vLLM's is best. Default: 1.",
+        help="Number of neighbouring processes that split every layer of a rank. The number "
+        "may differ from vLLM's; a divisor of vLLM's is best. Default: 1.",
     )
     ranks.add_argument(
         "--context-parallel-threshold",
         type=int,
         metavar="N",
-        help="Fewest tokens of a prompt that several ranks share; shorter ones stay on one rank. "
-        "Default: 0, or with tiles none is shared.",
+        help="Minimum number of tokens in a prompt that several ranks share. Shorter prompts "
+        "stay on one rank. Default: 0; with the strategy tiles, no prompt is shared.",
     )
     ranks.add_argument(
         "--max-restarts",
         type=int,
         default=1000,
         metavar="N",
-        help="Most restarts of the ranks after a failure. Default: 1000.",
+        help="Maximum number of times that the ranks restart after a failure. Default: 1000.",
     )
     tables = "searched, a table that `distca tune partitions` wrote"
     add_selection_flags(ranks, "auto", tables, splits_weights=False, many_prompts=True)
@@ -123,21 +131,21 @@ def build_parser() -> Parser:
         type=int,
         default=64,
         metavar="N",
-        help="Most prompts that run at the same time.",
+        help="Maximum number of prompts that run at the same time.",
     )
     engine.add_argument(
         "--max-num-batched-tokens",
         type=int,
         default=8192,
         metavar="N",
-        help="Most tokens of an iteration; longer prompts are computed in chunks. With tiles each "
-        "rank has an equal share of them. Default: 8192.",
+        help="Maximum number of tokens in an iteration. Longer prompts are computed in chunks. "
+        "With the strategy tiles, each rank gets an equal share of this number. Default: 8192.",
     )
     add_timeout_flag(engine, 60.0, "after which the ranks restart")
     engine.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="Run code from the model's folder.",
+        help="Allow code from the model's folder to run.",
     )
     return parser
 

@@ -17,21 +17,23 @@ if TYPE_CHECKING:
 def add_model_flags(parser: Parser) -> None:
     """Adds the flags of `read_prefill_model` that are its alone."""
     parser.add_argument(
-        "model", metavar="MODEL", help="Folder of a model, or its name on the Hugging Face hub."
+        "model",
+        metavar="MODEL",
+        help="Folder of a Hugging Face model, or the model's name on the Hugging Face hub.",
     )
     parser.add_argument(
         "--model-impl",
         choices=("auto", "vllm", "transformers"),
         default="auto",
-        help="Code of all layers except attention. auto: vllm where it is installed and the "
-        "model's class was tested with it, else transformers. Default: auto.",
+        help="Which library's code runs all layers except attention. auto: vllm if it is "
+        "installed and the model's class was tested with it, else transformers. Default: auto.",
     )
     parser.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
-        help="Most tokens of a prompt. Default: all positions of the model. Use the value of "
-        "`vllm serve`: some rotary embeddings depend on it.",
+        help="Maximum number of tokens in a prompt. Use the same value as for `vllm serve`, "
+        "because some rotary embeddings depend on it. Default: all positions of the model.",
     )
 
 

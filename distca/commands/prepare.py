@@ -200,10 +200,13 @@ def build_parser() -> Parser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="Text files, .jsonl files, folders of them, or patterns.",
+        help="Text files, .jsonl files, folders with such files, or patterns of file names.",
     )
     parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="Key of the text in a line of .jsonl."
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="Key of the text in each line of a .jsonl file.",
     )
     parser.add_argument(
         "--output-prefix",
@@ -216,38 +219,39 @@ def build_parser() -> Parser:
         "--tokenizer-type",
         choices=TOKENIZER_TYPES,
         default="HuggingFaceTokenizer",
-        help="HuggingFaceTokenizer: a tokenizer.json. NullTokenizer: the text is token ids, "
-        "separated by blanks. ByteLevelTokenizer: a token for each byte, which training takes as "
-        "NullTokenizer with --vocab-size 257, or 256 before megatron-core 0.18.",
+        help="HuggingFaceTokenizer: a tokenizer.json; NullTokenizer: the text is token ids, "
+        "separated by blanks; ByteLevelTokenizer: each byte is a token. For a corpus of "
+        "ByteLevelTokenizer, train with NullTokenizer and --vocab-size 257 (256 before "
+        "megatron-core 0.18).",
     )
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="tokenizer.json for HuggingFaceTokenizer, or its folder.",
+        help="For HuggingFaceTokenizer: a tokenizer.json, or its folder.",
     )
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="Number of token ids, for NullTokenizer."
+        "--vocab-size", type=int, metavar="N", help="For NullTokenizer: number of token ids."
     )
     parser.add_argument(
         "--train-tokenizer",
         type=int,
         metavar="N",
-        help="Train a tokenizer (byte-level BPE) of N tokens on the input instead of "
-        "--tokenizer-model; it is written to the folder PREFIX_tokenizer.",
+        help="Train a byte-level BPE tokenizer of N tokens on the input, instead of using "
+        "--tokenizer-model. It is written to the folder PREFIX_tokenizer.",
     )
     parser.add_argument(
         "--bad-text",
         choices=("skip", "refuse"),
         default="skip",
-        help="skip: leave out documents that are not UTF-8 text, and list them in "
-        "PREFIX_left_out.txt; refuse: the first one is an error.",
+        help="What to do with documents that are not UTF-8 text. skip: leave them out and list "
+        "them in PREFIX_left_out.txt; refuse: end with an error at the first one.",
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="Threads. Default: the machine's cores.",
+        help="Number of threads. Default: the number of the machine's cores.",
     )
     return parser
 

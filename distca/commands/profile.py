@@ -55,24 +55,27 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
-        help="Data type. Default: bf16 on GPUs (their kernels have no fp32), fp32 on CPUs.",
+        help="Data type of queries, keys and values. Default: bf16 on GPUs, whose kernels have "
+        "no fp32, and fp32 on CPUs.",
     )
     parser.add_argument(
         "--max-length",
         type=int,
         default=4096,
         metavar="TOKENS",
-        help="Longest task that is measured, at least 64; longer tasks are assumed to run at its "
-        "rate.",
+        help="Length of the longest task that is measured, at least 64 tokens. Longer tasks "
+        "are assumed to run at this task's rate.",
     )
     parser.add_argument(
         "--forward-only",
         action="store_true",
         help="Leave out backward passes. Inference does not need them; training does.",
     )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads.")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="Output file of the times."
+        "--threads", type=int, default=1, metavar="N", help="Number of CPU threads."
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="File for the times."
     )
     html_page.add_flag(parser)
     return parser

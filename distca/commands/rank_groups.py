@@ -32,30 +32,33 @@ def add_group_flags(group: Group) -> None:
         "--rank-groups",
         default=ALL,
         metavar="NAME",
-        help="Which ranks share a prompt. all: every rank. cdsp: each chunk gets a group of ranks "
-        "that grows from chunk to chunk, by measured times and load. single-chunk: one such "
-        "group for the whole prompt. greedy: the group of any size that finishes first. "
-        "fixed-N: groups of N ranks. Default: all.",
+        help="Which ranks share a prompt. all: all ranks; fixed-N: the group of N ranks that "
+        "is free first; greedy: the group of any size that finishes first; single-chunk: as "
+        "greedy, but a larger group must save the share of time in --improvement-rates; cdsp: "
+        "as single-chunk, but a prompt is computed in chunks, and the group grows from chunk "
+        "to chunk. Default: all.",
     )
     group.add_argument(
         "--prefill-times",
         type=Path,
         metavar="FILE",
-        help="Prefill times from `distca tune groups`, required by --rank-groups.",
+        help="Prefill times from `distca tune groups`. --rank-groups requires them.",
     )
     group.add_argument(
         "--improvement-rates",
         type=Path,
         metavar="FILE",
-        help="JSON object of improvement rates by arrivals a second: the share of the time that a "
-        "larger group must save. [rate, ranks] also limits the group's ranks. Default: any "
-        "improvement.",
+        help="File with a JSON object of improvement rates by arrivals per second. An "
+        "improvement rate is the share of the time to the first token that a larger group must "
+        "save. The value [rate, ranks] also limits the ranks of a group. Default: any "
+        "improvement counts.",
     )
     group.add_argument(
         "--smallest-chunk",
         type=int,
         metavar="N",
-        help="Fewest tokens of a chunk with ranks of its own, before the last one. Default: 128.",
+        help="With --rank-groups cdsp: minimum number of tokens in each chunk except the last "
+        "one. Default: 128.",
     )
 
 

@@ -131,7 +131,8 @@ def build_parser() -> Parser:
         "folder",
         type=Path,
         metavar="LOGDIR",
-        help="Folder that the runs wrote to, such as --tensorboard-dir, or one above it.",
+        help="Folder to which the runs wrote (--tensorboard-dir), or a folder that contains "
+        "such folders.",
     )
     parser.add_argument("--json", action="store_true", help="Print all figures as JSON.")
     html_page.add_flag(parser)

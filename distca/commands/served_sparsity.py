@@ -30,27 +30,28 @@ def add_sparsity_flags(group: Group) -> None:
     group.add_argument(
         "--sparsity",
         metavar="FILE|P|P,Q",
-        help="What csps drops. P: share of the node's keys; each farther level keeps half as "
-        "much. Q: share of the queries that see them; the last token's query stays. FILE: "
-        "ratios by layer, head and level. Default: 0, nothing.",
+        help="What csps drops. P: share of the keys on other ranks of the node; each farther "
+        "level keeps half as much. Q: share of the queries that see such keys, but never the "
+        "last token's query. FILE: ratios by layer, head and level. Default: 0, nothing.",
     )
     group.add_argument(
         "--micro-partitions",
         metavar="M",
-        help="Parts in which csps sends the keys of a level, each during the kernels of the part "
-        "before: one number, or one for each level: 4,2. Default: 2.",
+        help="Number of parts in which csps sends the keys of a level. Each part is sent while "
+        "kernels compute with the part before. One number, or one for each level, such as 4,2. "
+        "Default: 2.",
     )
     group.add_argument(
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="Ranks of a node, for csps. Default: those of a machine.",
+        help="For csps: number of ranks per node. Default: the ranks of a machine.",
     )
     group.add_argument(
         "--nodes-per-rack",
         type=int,
         metavar="N",
-        help="Nodes of a rack, for csps. Default: one rack has all.",
+        help="For csps: number of nodes per rack. Default: one rack has all nodes.",
     )
     add_node_parts_flag(group)
 
@@ -60,8 +61,8 @@ def add_node_parts_flag(group: Group | Parser) -> None:
     group.add_argument(
         "--node-parts",
         choices=NODE_PARTS,
-        help="How csps divides a node's tokens over its ranks. zigzag: equal work; contiguous: "
-        "fewer keys travel inside the node. Default: zigzag.",
+        help="How csps divides a node's tokens among its ranks. zigzag: equal work; "
+        "contiguous: fewer keys are sent inside the node. Default: zigzag.",
     )
 
 

@@ -73,38 +73,49 @@ are what PrefillModel.save wrote, or a JSON list of measured prefills of request
 def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
     parser = Parser("simulate --serving", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--serving", action="store_true", help="Simulate requests, no training.")
+    parser.add_argument(
+        "--serving",
+        action="store_true",
+        help="Simulate the serving of requests instead of training.",
+    )
     requests = parser.add_argument_group("requests")
     requests.add_argument(
         "--trace",
         required=True,
         metavar="NAME|FILE",
-        help=f"Lengths and arrival times: a JSON file, or {', '.join(PRESETS)} as in Tetris.",
+        help="Lengths and arrival times of requests: a JSON file, or one of Tetris's mixes: "
+        f"{', '.join(PRESETS)}.",
     )
     requests.add_argument(
-        "--requests", type=int, default=1000, metavar="N", help="Requests that NAME draws."
+        "--requests",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="Number of requests to draw if --trace is a name.",
     )
     requests.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Another seed draws other requests."
+        "--seed", type=int, default=0, metavar="N", help="Seed with which requests are drawn."
     )
     requests.add_argument(
         "--arrivals-per-second",
         type=float,
         metavar="X",
-        help="Load at which tokens are timed; arrival times are stretched to it. Default: the "
-        "highest that one of the fixed or greedy strategies sustains.",
+        help="Request rate at which the latency per token is simulated. Arrival times are "
+        "stretched to this rate. Default: the highest rate that a fixed or the greedy strategy "
+        "sustains.",
     )
     ranks = parser.add_argument_group("ranks")
     for name, default, what in (
-        ("prefill_ranks", 16, "Ranks that prefill, of a GPU each."),
-        ("decode_ranks", 2, "Ranks that decode."),
-        ("decode_tensor_parallel_size", 8, "GPUs of each decode rank."),
-        ("backends", 4, "Requests that a decode rank receives at a time."),
-        ("block_size", 128, "Rows of a block of keys and values."),
+        ("prefill_ranks", 16, "Number of ranks that prefill, each with one GPU."),
+        ("decode_ranks", 2, "Number of ranks that decode."),
+        ("decode_tensor_parallel_size", 8, "Number of GPUs per decode rank."),
+        ("backends", 4, "Maximum number of requests that a decode rank receives at the same time."),
+        ("block_size", 128, "Number of tokens per block of the KV cache."),
         (
             "max_num_batched_tokens",
             131_072,
-            "Most tokens of an iteration of the prefill ranks: longer prompts are fed in chunks.",
+            "Maximum number of tokens in an iteration of the prefill ranks. Longer prompts are "
+            "computed in chunks.",
         ),
     ):
         ranks.add_argument(flag_of(name), type=int, default=default, metavar="N", help=what)
@@ -113,14 +124,14 @@ def build_parser() -> Parser:
         nargs="+",
         choices=PREFILL_STRATEGIES,
         metavar="NAME",
-        help=f"What to compare: {', '.join(PREFILL_STRATEGIES)}. Default: all that are possible.",
+        help=f"Strategies to compare: {', '.join(PREFILL_STRATEGIES)}. Default: all possible ones.",
     )
     ranks.add_argument(
         "--prefill-times",
         type=Path,
         metavar="FILE",
-        help="Prefill times that all strategies plan with. Default: Tetris's Table 1, llama-8b on "
-        "dgx-a100.",
+        help="Prefill times from `distca tune groups`, with which all strategies plan. "
+        "Default: Tetris's Table 1, llama-8b on dgx-a100.",
     )
     add_model_flags(parser)
     add_cluster_flags(parser)
@@ -132,7 +143,8 @@ def build_parser() -> Parser:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="Draw the slowest first tokens by load; the suffix says how (.png, .svg).",
+        help="Draw the slowest times to the first token, by load, in the format of the suffix "
+        "(.png, .svg).",
     )
     return parser
 

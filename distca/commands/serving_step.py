@@ -76,21 +76,22 @@ def build_parser(command: str, kind: Kind) -> Parser:
     ranks = parser.add_argument_group("ranks")
     add_ranks_flag(ranks, "all sequences", required=True)
     ranks.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="T", help="GPUs of each rank."
+        "--tensor-parallel-size", type=int, default=1, metavar="T", help="Number of GPUs per rank."
     )
     ranks.add_argument(
         "--cp-kv-cache-interleave-size",
         type=int,
         default=16,
         metavar="N",
-        help="Consecutive decoded positions that one rank owns.",
+        help="Number of consecutive decoded tokens that one rank owns. The next rank owns the "
+        "next N.",
     )
     ranks.add_argument(
         "--held",
         choices=HELD,
         default="evenly",
-        help="Ranks that hold the cached tokens. evenly: all, as after one prefill; stripes: all, "
-        "as after decoding; first-rank: only the first.",
+        help="Ranks that hold the cached tokens. evenly: all ranks, as after one prefill; "
+        "stripes: all ranks, as after decoding; first-rank: only the first rank.",
     )
     if kind == "prefill":
         add_selection_flags(ranks, "auto", SEARCHED)
@@ -98,37 +99,45 @@ def build_parser(command: str, kind: Kind) -> Parser:
         add_calibration_flags(ranks)
     model = add_model_flags(parser)
     model.add_argument(
-        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
+        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes per element: 2 for bf16."
     )
     model.add_argument(
         "--mlp-dtype-bytes",
         type=int,
         choices=(1, 2),
         default=2,
-        help="Bytes of the MLP's weights; 1: its products take half the time, too.",
+        help="Bytes per element of the MLP's weights. With 1, the MLP's matrix products also "
+        "take half the time.",
     )
     model.add_argument(
         "--window-left",
         type=int,
         metavar="TOKENS",
-        help="Sliding window: a query sees this many earlier tokens. Default: all of its sequence.",
+        help="Sliding window: a query sees TOKENS earlier tokens. Default: all earlier tokens "
+        "of its sequence.",
     )
     cluster = add_cluster_flags(parser)
     cluster.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times that `distca profile` measured. Default: the cluster's rates.",
+        help="Kernel times from `distca profile`. Default: computed from the cluster's speeds.",
     )
     add_charge_flags(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
     if command == "plan":
         output.add_argument(
-            "--plot", type=Path, metavar="FILE", help="Draw the steps; the suffix says how."
+            "--plot",
+            type=Path,
+            metavar="FILE",
+            help="Draw the steps, in the format of the suffix (.png, .svg).",
         )
         output.add_argument(
-            "--save", type=Path, metavar="FILE", help="Write the plan as JSON (`plan --load`)."
+            "--save",
+            type=Path,
+            metavar="FILE",
+            help="Write the plan as JSON, for `distca plan --load`.",
         )
     else:
         output.add_argument(
@@ -146,11 +155,15 @@ def _add_sequences(parser: Parser, kind: Kind) -> None:
             nargs="+",
             required=True,
             metavar="T",
-            help="New tokens of each sequence.",
+            help="Number of new tokens of each sequence.",
         )
     else:
         group.add_argument(
-            "--sequences", type=int, default=1, metavar="N", help="Sequences that are decoded."
+            "--sequences",
+            type=int,
+            default=1,
+            metavar="N",
+            help="Number of sequences that are decoded.",
         )
     group.add_argument(
         "--cached-tokens",
@@ -158,8 +171,8 @@ def _add_sequences(parser: Parser, kind: Kind) -> None:
         nargs="+",
         default=[0],
         metavar="P",
-        help="Earlier tokens, whose keys and values are kept: one number for all sequences, or "
-        "one for each.",
+        help="Number of earlier tokens whose keys and values are cached: one number for all "
+        "sequences, or one for each.",
     )
 
 

@@ -114,8 +114,8 @@ def build_parser() -> Parser:
         "--lengths",
         type=file_name,
         metavar="FILE",
-        help="The documents' lengths in tokens, to draw batches from: a JSON list, or the .idx "
-        "file of a Megatron dataset.",
+        help="File of document lengths in tokens, from which batches are drawn: a JSON list, "
+        "or the .idx file of a Megatron dataset.",
     )
     source.add_argument(
         "--distribution",
@@ -127,25 +127,25 @@ def build_parser() -> Parser:
         type=int,
         required=True,
         metavar="TOKENS",
-        help="Tokens of a sequence; longer documents are cut.",
+        help="Length of a sequence in tokens. Longer documents are cut.",
     )
     documents.add_argument(
         "--sequences",
         type=int,
         required=True,
         metavar="N",
-        help="Sequences of a global batch, that is of an iteration.",
+        help="Number of sequences in a global batch, which one iteration trains.",
     )
     documents.add_argument(
         "--batches",
         type=int,
         metavar="N",
-        help="Global batches to simulate. Default: enough for ratios within about 0.01, which "
-        f"is {enough_batches(32)} of 32 sequences; {enough_batches(96)} of 96 or more, whose range "
-        "may be wider.",
+        help="Number of global batches to simulate. Default: enough for ratios within about 0.01, "
+        f"such as {enough_batches(32)} batches of 32 sequences. For 96 sequences or more it is "
+        f"{enough_batches(96)}, and the range may be wider.",
     )
     documents.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
+        "--seed", type=int, default=0, metavar="N", help="Seed with which documents are drawn."
     )
     model = add_model_flags(parser, training=True)
     model.add_argument(
@@ -154,30 +154,31 @@ def build_parser() -> Parser:
         const="full",
         default="none",
         choices=get_args(Recompute),
-        help="Keep only the input of each layer (full) or MLP, and run its forward pass again "
-        "before its backward pass, in all systems; as --recompute-granularity full with one layer, "
-        "or selective with --recompute-modules mlp.",
+        help="What all systems recompute. full: every layer keeps only its input, and runs its "
+        "forward pass again before its backward pass, as with --recompute-granularity full and "
+        "one layer; mlp: the same for each MLP, as with --recompute-granularity selective "
+        "--recompute-modules mlp.",
     )
     model.add_argument(
         "--latent-rows",
         choices=LATENT_ROWS,
         default="auto",
-        help="What travels for keys and values of latent attention with DistCA, where there is no "
-        "pipeline: on, latents, which servers expand; off, keys and values; auto, what takes less "
-        "time.",
+        help="For DistCA with multi-latent attention and without a pipeline: what ranks send "
+        "to servers. on: latents, which servers expand; off: keys and values; auto: what takes "
+        "less time.",
     )
     cluster = add_cluster_flags(parser)
     cluster.add_argument(
-        "--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job."
+        "--gpus", type=int, required=True, metavar="N", help="Number of GPUs of the whole job."
     )
     add_charge_flags(parser).add_argument(
         "--exchanges",
         choices=("kernels", "copy-engines"),
         default="kernels",
-        help="What moves DistCA's rows. kernels: they take --interference of compute; "
-        "copy-engines: copy engines and network cards, by puts that the host starts "
-        "(--distca-nvshmem-mode copy-engine), which take no compute, but a launch for each "
-        "message. Nobody has measured that.",
+        help="What moves DistCA's queries, keys, values and outputs. kernels: GPU kernels, "
+        "which take the share --interference of compute; copy-engines: copy engines and "
+        "network cards, as with --distca-nvshmem-mode copy-engine. These take no compute, but "
+        "the host starts each message with a launch. Nobody has measured copy-engines.",
     )
     search = parser.add_argument_group("search (layouts to try for each system)")
     for name in ("tensor", "pipeline"):
@@ -187,26 +188,26 @@ def build_parser() -> Parser:
             nargs="+",
             default=[1, 2, 4, 8],
             metavar="N",
-            help=f"Sizes of {name} parallelism to try.",
+            help=f"{name.capitalize()}-parallel sizes to try.",
         )
     search.add_argument(
         "--expert-model-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="GPUs of a stage that share each layer's routed experts, in all systems.",
+        help="Number of GPUs of a stage that share each layer's routed experts, in all systems.",
     )
     search.add_argument(
         "--systems",
         nargs="+",
         default=None,
         choices=SYSTEMS,
-        help="What to compare: plain is Megatron without context parallelism, cp-p2p, cp-a2a and "
-        "cp-a2a+p2p with that --cp-comm-type, per-document-cp with all_gather, wlb-llm WLB-LLM, "
-        "wlb-llm-paper as the paper ran it; greedy and tiles are DistCA with that scheduler. "
-        "hybrid-cp asks megatron-core's own scheduler, if that is installed. dynamic-cp has the "
-        "rules of Megatron-LM's branch dev, commit d48bd6be. Default: all but greedy and "
-        "wlb-llm-paper.",
+        help="Systems to compare. plain: Megatron without context parallelism; cp-p2p, cp-a2a, "
+        "cp-a2a+p2p: Megatron with that --cp-comm-type; per-document-cp: Megatron with "
+        "--cp-comm-type all_gather; hybrid-cp: Megatron with the scheduler of megatron-core, "
+        "if that is installed; dynamic-cp: the rules of Megatron-LM's branch dev, commit "
+        "d48bd6be; wlb-llm: WLB-LLM; wlb-llm-paper: WLB-LLM as the paper ran it; greedy, "
+        "tiles: DistCA with that scheduler. Default: all except greedy and wlb-llm-paper.",
         metavar="NAME",
     )
     search.add_argument(
@@ -214,14 +215,15 @@ def build_parser() -> Parser:
         type=int,
         default=4,
         metavar="N",
-        help="Configurations with DistCA that are simulated in full, after a quick look at all.",
+        help="Number of DistCA's configurations that are simulated in full, after a quick "
+        "estimate of all.",
     )
     search.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="How far a server's load may be above the mean, as a fraction of it. The flags that "
-        "are printed have it as --distca-tolerance. Default: the best of "
+        help="How far a server's load may exceed the mean load, as a fraction of the mean. The "
+        "printed flags have this value as --distca-tolerance. Default: the best of "
         f"{', '.join(map(str, _TOLERANCES))} for the best configuration.",
     )
     output = parser.add_argument_group("output")
@@ -230,14 +232,14 @@ def build_parser() -> Parser:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="Draw the table; the suffix says how (.png, .svg).",
+        help="Draw the table, in the format of the suffix (.png, .svg).",
     )
     add_flag(output)
     output.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="Write a timeline of DistCA's best configuration, to be opened at ui.perfetto.dev.",
+        help="Write a timeline of DistCA's best configuration, for ui.perfetto.dev.",
     )
     return parser
 

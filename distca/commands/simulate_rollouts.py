@@ -74,10 +74,11 @@ _NOTHING_SHARED = (
     "Nothing is shared: {why}. The rows differ only in how ranks divide the rollouts' work."
 )
 _NUMBERS = {
-    "prompt": "Tokens of a prompt, on average.",
-    "responses": "Responses to each prompt.",
-    "response": "Tokens of a response, on average.",
-    "groups": "Prompts of a global batch. With --lengths by default all of the file.",
+    "prompt": "Mean number of tokens in a prompt.",
+    "responses": "Number of responses to each prompt.",
+    "response": "Mean number of tokens in a response.",
+    "groups": "Number of prompts in a global batch. With --lengths, the default is all prompts "
+    "of the file.",
 }
 _DRAWN = ("prompt", "responses", "response")
 """Numbers that a file of lengths replaces."""
@@ -115,48 +116,49 @@ def build_parser() -> Parser:
         "--lengths",
         type=file_name,
         metavar="FILE",
-        help="Measured lengths, instead of --prompt, --responses and --response: a JSON object for "
-        'each prompt, one a line or all in a list, such as {"prompt": 4096, "responses": [512, '
-        "730]}. Batches are drawn from them.",
+        help="Measured lengths, instead of --prompt, --responses and --response. Each prompt "
+        'is a JSON object such as {"prompt": 4096, "responses": [512, 730]}. The file has one '
+        "object on each line, or a list of all. Batches are drawn from these prompts.",
     )
     rollouts.add_argument(
         "--spread",
         type=float,
         metavar="X",
-        help="How much lengths differ: the standard deviation of their logarithm. 0: all are "
-        "equal. Default: 0.5. Not with --lengths.",
+        help="How much lengths differ: the standard deviation of their logarithm. With 0, all "
+        "are equal. Not with --lengths. Default: 0.5.",
     )
     rollouts.add_argument(
         "--least",
         type=int,
         default=LEAST_SHARED,
         metavar="N",
-        help="Shorter prompts are not shared, as in training. Default: "
-        f"{LEAST_SHARED}, which --distca-share-prefixes has.",
+        help="Minimum number of tokens of a prompt that is shared. Default: "
+        f"{LEAST_SHARED}, as with --distca-share-prefixes.",
     )
     rollouts.add_argument(
         "--batches",
         type=int,
         metavar="N",
-        help="Global batches. Default: 3; 1 if each has all prompts of --lengths.",
+        help="Number of global batches. Default: 3, or 1 if each batch has all prompts of "
+        "--lengths.",
     )
     rollouts.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Another seed draws other lengths."
+        "--seed", type=int, default=0, metavar="N", help="Seed with which lengths are drawn."
     )
     add_model_flags(parser)
     cluster = add_cluster_flags(parser)
     cluster.add_argument(
-        "--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job."
+        "--gpus", type=int, required=True, metavar="N", help="Number of GPUs of the whole job."
     )
     add_charge_flags(parser)
-    search = parser.add_argument_group("search (layouts to try for each way)")
+    search = parser.add_argument_group("search (layouts to try)")
     search.add_argument(
         "--tensor-model-parallel-sizes",
         type=int,
         nargs="+",
         default=[1, 2, 4, 8],
         metavar="N",
-        help="Sizes of tensor parallelism to try.",
+        help="Tensor-parallel sizes to try.",
     )
     search.add_argument(
         "--systems",
@@ -164,7 +166,8 @@ def build_parser() -> Parser:
         choices=SYSTEMS,
         default=list(SYSTEMS),
         metavar="NAME",
-        help="What computes rollouts one by one, as in `distca simulate`. Default: all.",
+        help="Systems that compute rollouts one by one, named as in `distca simulate`. "
+        "Default: all.",
     )
     parser.add_argument("--json", action="store_true", help="Print all figures as JSON.")
     return parser

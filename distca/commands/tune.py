@@ -65,15 +65,23 @@ def build_parser() -> Parser:
         "what",
         choices=("partitions",),
         metavar="partitions",
-        help="Search partitions; see also `distca tune groups`, `distca tune overlap` and "
-        "`distca tune sparsity`.",
+        help="Search the partition of a prompt that runahead computes fastest. The other forms "
+        "are `distca tune groups`, `distca tune overlap` and `distca tune sparsity`.",
     )
     parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
     parser.add_argument(
-        "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks of the chain."
+        "--context-parallel-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="Number of ranks in the chain.",
     )
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="T", help="Processes of a rank."
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="T",
+        help="Number of processes per rank. They split each layer.",
     )
     parser.add_argument(
         "--lengths",
@@ -81,38 +89,38 @@ def build_parser() -> Parser:
         nargs="+",
         default=[4096, 8192, 16384, 32768, 65536, 131072],
         metavar="TOKENS",
-        help="Lengths of prompts. Default: 4,096 to 131,072, doubling.",
+        help="Prompt lengths in tokens. Default: 4,096, 8,192, ..., 131,072.",
     )
     add_dtype_flag(parser)
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times from `distca profile`. Default: rates of an H100, or of one core on "
-        "CPUs.",
+        help="Kernel times from `distca profile`. Default: the speeds of an H100, or of one "
+        "core on CPUs.",
     )
     parser.add_argument(
         "--node-gb-per-s",
         type=float,
         metavar="X",
-        help="Speed of the link between two ranks. Default: NVLink's, or what processes reach on "
-        "CPUs.",
+        help="Speed of the link between two ranks in GB/s. Default: NVLink's speed, or that "
+        "between CPU processes.",
     )
     parser.add_argument(
         "--measure",
         choices=("cpu", "wall"),
-        help="Time real ranks of this machine: cpu: CPU seconds of the busiest process; wall: "
-        "seconds to the first token. Default: simulate.",
+        help="Measure real ranks on this machine. cpu: CPU seconds of the busiest process; "
+        "wall: seconds to the first token. Default: simulate instead of measuring.",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=3,
         metavar="N",
-        help="Prefills of each partition with --measure; the median counts.",
+        help="With --measure: number of prefills of each partition. The median counts.",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="The table, as JSON."
+        "--output", type=Path, required=True, metavar="FILE", help="File for the table, as JSON."
     )
     html_page.add_flag(parser)
     return parser

@@ -40,26 +40,27 @@ def build_parser() -> Parser:
         type=int,
         required=True,
         metavar="N",
-        help="Ranks, each a process of this machine. Groups have 1, 2, 4, ... ranks.",
+        help="Number of ranks, each a process on this machine. Groups of 1, 2, 4, ... ranks "
+        "are measured.",
     )
     parser.add_argument(
         "--lengths",
         type=int,
         nargs="+",
         metavar="TOKENS",
-        help="Lengths of prompts, at least three. Default: 1/8, 1/4, 1/2 and all of the model's "
-        "positions, or of 131,072 if it has more.",
+        help="Prompt lengths in tokens, at least three. Default: 1/8, 1/4, 1/2 and all of the "
+        "model's positions, or of 131,072 if the model has more.",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=3,
         metavar="N",
-        help="Prefills of each length on each group; the median counts. Default: 3.",
+        help="Number of prefills of each length on each group size. The median counts. Default: 3.",
     )
     add_dtype_flag(parser)
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="The times, as JSON."
+        "--output", type=Path, required=True, metavar="FILE", help="File for the times, as JSON."
     )
     html_page.add_flag(parser)
     return parser

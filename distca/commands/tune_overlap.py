@@ -33,7 +33,10 @@ def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("tune overlap", __doc__.splitlines()[0], _EPILOG)
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="Processes, each with a GPU. Default: all GPUs."
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="Number of processes, each with a GPU. Default: one for each GPU.",
     )
     html_page.add_flag(parser)
     return parser

@@ -40,23 +40,42 @@ def build_parser() -> Parser:
         type=Path,
         required=True,
         metavar="FILE",
-        help="Typical prompts: a JSON list of texts, or of lists of token ids.",
+        help="JSON file with a list of typical prompts. Each prompt is a text, or a list of "
+        "token ids.",
     )
     parser.add_argument(
-        "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks that answer."
+        "--context-parallel-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="Number of ranks that will answer.",
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="Ranks of a node. Default: all of them."
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="Number of ranks per node. Default: all ranks.",
     )
     parser.add_argument(
-        "--nodes-per-rack", type=int, metavar="N", help="Nodes of a rack. Default: all of them."
+        "--nodes-per-rack",
+        type=int,
+        metavar="N",
+        help="Number of nodes per rack. Default: all nodes.",
     )
     add_node_parts_flag(parser)
     parser.add_argument(
-        "--samples", type=int, default=24, metavar="N", help="Sparsities to measure on each prompt."
+        "--samples",
+        type=int,
+        default=24,
+        metavar="N",
+        help="Number of sparsities to measure on each prompt.",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Seed of sparsities and needles."
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Seed with which sparsities and needles are drawn.",
     )
     add_dtype_flag(parser)
     parser.add_argument(
@@ -64,7 +83,7 @@ def build_parser() -> Parser:
         type=Path,
         default=Path("calibration.json"),
         metavar="FILE",
-        help="The calibration, as JSON.",
+        help="File for the calibration, as JSON.",
     )
     html_page.add_flag(parser)
     return parser

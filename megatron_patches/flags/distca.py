@@ -25,57 +25,59 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--distca",
         action="store_true",
         help="Compute core attention on attention servers: every rank can compute tasks of all "
-        "ranks with the same tensor-parallel index. Off: plain Megatron on the same data.",
+        "ranks with the same tensor-parallel index. Without this flag, plain Megatron trains "
+        "on the same data.",
     )
     group.add_argument(
         "--distca-scheduler",
         choices=list(SCHEDULERS),
         default="tiles",
-        help="Decides which rank owns which tokens and computes which task. tiles: moves tiles of "
-        "queries and keys, with the fewest bytes on the busiest rank; greedy: the paper's "
-        "scheduler; the others are baselines that move no queries.",
+        help="What decides which rank owns which tokens, and which rank computes which task. "
+        "tiles: moves tiles of queries and keys, and keeps the bytes of the busiest rank low; "
+        "greedy: the paper's scheduler; all others: baselines that move no queries.",
     )
     group.add_argument(
         "--distca-placement",
         choices=PLACEMENTS,
         default="free",
-        help="free: the scheduler chooses the ranks and micro-batches of a global batch's "
-        "documents; sequential: documents lie one after the other, as in the paper. The loss "
+        help="Where the documents of a global batch lie. free: the scheduler chooses their "
+        "ranks and micro-batches; sequential: one after the other, as in the paper. The loss "
         "is the same.",
     )
     group.add_argument(
         "--distca-tolerance",
         type=float,
         default=0.1,
-        help="How far a server's load may exceed the mean, as a fraction of the mean.",
+        help="How far a server's load may exceed the mean load, as a fraction of the mean.",
     )
     group.add_argument(
         "--distca-max-buffer-bytes",
         type=int,
         default=None,
         metavar="BYTES",
-        help="Most bytes of queries, keys and values that a server receives for a layer (tiles "
-        "only). Default: no limit.",
+        help="Maximum bytes of queries, keys and values that a server receives for one layer "
+        "(scheduler tiles only). Default: no limit.",
     )
     group.add_argument(
         "--distca-gpus-per-node",
         type=int,
         default=None,
         metavar="N",
-        help="GPUs of a node; bytes between them are cheaper (tiles only). Default: the processes "
-        "that torchrun starts on a node; without torchrun, all GPUs are equally far apart.",
+        help="Number of GPUs per node. Plans of the scheduler tiles then prefer to send bytes "
+        "inside a node. Default: the number of processes that torchrun starts on a node; "
+        "without torchrun, all GPUs count as equally far apart.",
     )
     group.add_argument(
         "--distca-node-gb-per-s",
         type=float,
         default=450.0,
-        help="Speed of the links inside a node, in GB/s for each GPU and direction.",
+        help="Speed of the links inside a node, in GB/s per GPU and direction.",
     )
     group.add_argument(
         "--distca-network-gb-per-s",
         type=float,
         default=50.0,
-        help="Speed of the network between nodes, in GB/s for each GPU and direction.",
+        help="Speed of the network between nodes, in GB/s per GPU and direction.",
     )
     group.add_argument(
         "--distca-server-speeds",
@@ -83,42 +85,44 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         nargs="+",
         default=None,
         metavar="SPEED",
-        help="Relative speeds of unequal attention servers: the data-parallel ranks of the first "
-        "stage, of the second, ..., then dedicated servers (tiles only).",
+        help="Relative speeds of unequal attention servers (scheduler tiles only), in this "
+        "order: data-parallel ranks of the first pipeline stage, of the second, ..., then "
+        "dedicated servers.",
     )
     group.add_argument(
         "--distca-servers",
         type=_dedicated_processes,
         default=0,
         metavar="inplace|dedicated:N",
-        help="inplace: every rank is an attention server. dedicated:N: the last N processes only "
-        "compute attention and hold no model; Megatron's sizes count the other processes. "
-        "Dedicated servers count as one server for each tensor-parallel group. Default: "
-        "inplace.",
+        help="Processes that compute attention. inplace: every rank is an attention server. "
+        "dedicated:N: the last N processes only compute attention and hold no model. "
+        "Megatron's parallel sizes then count only the other processes, and each "
+        "tensor-parallel group of dedicated processes is one server. Default: inplace.",
     )
     group.add_argument(
         "--distca-context-parallel-size",
         type=int,
         default=None,
         metavar="N",
-        help="Ranks that share documents with per-document-cp, ring-zigzag and wlb-llm. Default: "
-        "the fewest that hold the longest document.",
+        help="With the schedulers per-document-cp, ring-zigzag and wlb-llm: number of ranks "
+        "that share documents. Default: the smallest number that holds the longest document.",
     )
     group.add_argument(
         "--distca-backward",
         choices=BACKWARD_INPUTS,
         default="resend",
-        help="resend: the backward pass sends the kernels' inputs again; keep: servers keep them, "
-        "which moves fewer bytes and needs more memory.",
+        help="How servers get the kernels' inputs for the backward pass. resend: the inputs "
+        "are sent again; keep: servers keep the inputs, which moves fewer bytes and needs more "
+        "memory.",
     )
     group.add_argument(
         "--distca-latent-rows",
         choices=LATENT_ROWS,
         default="auto",
-        help="With --multi-latent-attention. on: latents travel, and servers expand them with "
-        "their own copy of the layer's weight, so they stay in a pipeline stage; off: keys "
-        "and values travel; auto: latents where possible, if the saved bytes take longer than"
-        " expanding them again.",
+        help="With --multi-latent-attention: what ranks send to servers. on: latents, which "
+        "servers expand with their own copy of the layer's weight, so latents stay inside a "
+        "pipeline stage; off: keys and values; auto: latents, if possible and if the saved bytes "
+        "take longer to send than latents to expand.",
     )
     group.add_argument(
         "--distca-ping-pong",
@@ -129,32 +133,32 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--distca-cuda-graphs",
         action="store_true",
-        help="Capture the layers around core attention in CUDA graphs: fewer launches, more "
-        "memory. No GPU has run it.",
+        help="Capture the layers around core attention in CUDA graphs. This needs fewer "
+        "launches and more memory. No GPU has run it.",
     )
     group.add_argument(
         "--distca-sm-margin",
         type=int,
         default=0,
         metavar="N",
-        help="SMs that FlashAttention 3 leaves free for exchanges; `distca tune overlap` measures "
-        "the best number. No GPU has run it.",
+        help="Number of SMs that FlashAttention 3 leaves free for exchanges. `distca tune "
+        "overlap` measures the best number. No GPU has run it.",
     )
     group.add_argument(
         "--distca-transport",
         choices=TRANSPORTS,
         # Not auto: on GPUs that would be a transport that no GPU has run yet.
         default="collective",
-        help="Moves rows between ranks. collective: NCCL on GPUs, gloo on CPUs; shm: shared memory"
-        " between CPU processes of one machine; nvshmem: one-sided puts between GPUs; auto: "
-        "nvshmem on GPUs where it starts, else collective.",
+        help="What moves queries, keys, values and outputs between ranks. collective: NCCL on "
+        "GPUs, gloo on CPUs; shm: shared memory between CPU processes of one machine; nvshmem: "
+        "one-sided puts between GPUs; auto: nvshmem on GPUs if it starts, else collective.",
     )
     group.add_argument(
         "--distca-nvshmem-mode",
         choices=NVSHMEM_MODES,
         default="kernel",
-        help="kernel: a kernel on few SMs copies; copy-engine: copy engines copy, which leaves all"
-        " SMs to compute.",
+        help="What copies with --distca-transport nvshmem. kernel: a kernel on few SMs; "
+        "copy-engine: the GPU's copy engines, which leave all SMs to compute.",
     )
     group.add_argument(
         "--distca-nccl-max-ctas",
@@ -169,80 +173,81 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--distca-ablation",
         choices=ABLATIONS,
         default="none",
-        help="For measurements. single-stream: wait for every exchange where it starts; signal: "
-        "send one byte for each message, so that losses mean nothing.",
+        help="Only for measurements. single-stream: wait for every exchange where it starts, "
+        "so nothing overlaps; signal: send one byte instead of each message, so losses are "
+        "meaningless.",
     )
     group.add_argument(
         "--distca-pool-stages",
         action=BooleanOptionalAction,
         default=True,
-        help="Attention servers of all pipeline stages share the tasks of a tick. Off: only those "
-        "of the same stage.",
+        help="Let attention servers of all pipeline stages share the tasks of a tick. Off: "
+        "only servers of the same stage share them.",
     )
     group.add_argument(
         "--distca-max-in-flight",
         type=int,
         default=None,
         metavar="N",
-        help="Most micro-batches whose activations a pipeline stage holds; fewer need more ticks. "
-        "Default: no limit.",
+        help="Maximum number of micro-batches whose activations a pipeline stage holds at a "
+        "time. A smaller number needs less memory and more ticks. Default: no limit.",
     )
     group.add_argument(
         "--distca-chain",
         type=int,
         default=1,
         metavar="N",
-        help="Consecutive micro-batches that share documents, which may then be longer than a "
-        "micro-batch. For pipelines: more and smaller micro-batches leave less idle time and "
-        "need less memory.",
+        help="Number of consecutive micro-batches that share documents. A document may then be "
+        "longer than a micro-batch. In pipelines, this allows more and smaller micro-batches, "
+        "which leave less idle time and need less memory.",
     )
     group.add_argument(
         "--distca-pool-size",
         type=int,
         default=None,
         metavar="N",
-        help="Ranks of a server pool: each N neighbouring data-parallel ranks share attention only"
-        " with each other. Documents are assigned to pools by their total work, and to "
-        "micro-batches by their tokens, which may differ. Default: no pools, all ranks share "
-        "attention.",
+        help="Number of ranks in a server pool: every N neighbouring data-parallel ranks share "
+        "attention only with each other. Pools get documents of equal total work, so they may "
+        "have different numbers of tokens. Default: no pools; all ranks share attention.",
     )
     group.add_argument(
         "--distca-head-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="Neighbouring data-parallel ranks that share the heads of core attention by "
-        "all-to-alls (Ulysses) and act as one attention server. Use ranks of one node, or of "
-        "whole nodes. Default: 1, each rank computes all heads of its tasks.",
+        help="Number of neighbouring data-parallel ranks that share the heads of core "
+        "attention by all-to-alls (Ulysses) and act as one attention server. These ranks "
+        "should be in one node, or fill whole nodes. Default: 1; each rank computes all heads "
+        "of its tasks.",
     )
     group.add_argument(
         "--distca-wide-documents",
         type=int,
         default=None,
         metavar="TOKENS",
-        help="With --distca-pool-size: documents of at least TOKENS tokens are shared by all "
-        "ranks, in micro-batches of their own, and not by a pool. Not with pipelines. Default: "
-        "pools have all documents.",
+        help="With --distca-pool-size: documents of at least TOKENS tokens get separate "
+        "micro-batches, which all ranks share instead of one pool. Not with pipelines. "
+        "Default: pools have all documents.",
     )
     group.add_argument(
         "--distca-token-pairs",
         type=float,
         default=None,
         metavar="PAIRS",
-        help="With --distca-pool-size: query-key pairs whose attention takes as long as the other "
-        "layers of one token; `distca simulate` prints it. Default: by the number of "
-        "operations.",
+        help="With --distca-pool-size: number of query-key pairs whose attention takes as long "
+        "as all other layers take for one token. `distca simulate` prints it. Default: "
+        "computed from the number of operations.",
     )
     group.add_argument(
         "--distca-memory-gb",
         type=float,
         default=None,
         metavar="GB",
-        help="With --distca-pool-size: most memory of a GPU that a training step may need, by the "
-        "memory model of `distca simulate`. Micro-batches become more and smaller where one would "
-        "need more, and a pipeline holds fewer at a time where that does not suffice. A run ends "
-        "at its start if its longest document needs more alone. Default: the memory of the "
-        "smallest GPU; without GPUs, no limit.",
+        help="With --distca-pool-size: maximum memory of a GPU for a training step, as `distca "
+        "simulate` predicts memory. If a micro-batch would need more, the global batch gets "
+        "more and smaller micro-batches. If that does not suffice, a pipeline holds fewer "
+        "micro-batches at a time. If the longest document alone needs more, the run ends at "
+        "start. Default: the memory of the smallest GPU; without GPUs, no limit.",
     )
     group.add_argument(
         "--distca-trace",
@@ -257,64 +262,65 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         nargs=2,
         default=(2, 3),
         metavar=("FIRST", "LAST"),
-        help="First and last iteration of the timeline, counted from 1 at the start of the "
-        "process. Default: 2 3.",
+        help="First and last iteration of the timeline, counted from 1 when the process "
+        "starts. Default: 2 3.",
     )
     group.add_argument(
         "--distca-metrics",
         type=Path,
         default=None,
         metavar="FILE",
-        help="Write the figures of each log line as metrics of Prometheus, for node_exporter's "
-        "textfile collector. The last rank writes; the name should end in .prom. Also without "
-        "--distca.",
+        help="Write the figures of each log line as Prometheus metrics, for node_exporter's "
+        "textfile collector. The last rank writes the file, whose name should end in .prom. "
+        "Also applies without --distca.",
     )
     group.add_argument(
         "--distca-profile",
         type=Path,
         default=None,
         metavar="FILE",
-        help="Kernel times measured by `distca profile`, by which plans balance work. Default: "
-        "query-key pairs.",
+        help="Kernel times from `distca profile`. Plans then balance these times. Default: "
+        "plans balance query-key pairs.",
     )
     group.add_argument(
         "--distca-max-document-length",
         type=int,
         default=None,
         metavar="TOKENS",
-        help="Longest document; longer ones are cut into pieces, which are shuffled. Default: the "
-        "window, data-parallel size times --seq-length (times --distca-chain); a resumed run "
-        "keeps its checkpoint's. Only with --distca-pool-size may documents be longer than the "
-        "window. Also applies without --distca.",
+        help="Maximum length of a document. Longer documents are cut into pieces, which are "
+        "shuffled. Default: the window, which is data-parallel size times --seq-length (times "
+        "--distca-chain); a resumed run keeps its checkpoint's value. Documents may be longer "
+        "than the window only with --distca-pool-size. Also applies without --distca.",
     )
     group.add_argument(
         "--distca-whole-documents",
         action="store_true",
-        help="Never cut documents: they fill packs of --distca-max-document-length tokens, with "
-        "padding that has no loss; longer documents are refused. Default pack: the window, or"
-        " --seq-length without --distca. --sft always does this.",
+        help="Never cut documents. Whole documents fill packs of --distca-max-document-length "
+        "tokens, and padding, which has no loss, fills the rest of a pack. Documents longer "
+        "than a pack are refused. If --distca-max-document-length is not given, a pack is a "
+        "window, or --seq-length tokens without --distca. --sft always does this.",
     )
     group.add_argument(
         "--distca-share-prefixes",
         action="store_true",
-        help="With --sft: compute the tokens that conversations share at their beginnings once. "
-        "The loss is that of the conversations one by one. Needs --distca.",
+        help="With --sft and --distca: compute tokens that conversations share at their "
+        "beginnings only once. The loss is the same as without sharing.",
     )
     group.add_argument(
         "--distca-documents",
         default=None,
         metavar="MODULE:FUNCTION",
-        help="Function of (args, split) that returns the documents of train, valid and test, "
-        "instead of --data-path. Also applies without --distca.",
+        help="Function that returns your documents, instead of --data-path. It is called with "
+        "(args, split); the split is train, valid or test. Also applies without --distca.",
     )
     group.add_argument(
         "--from-hf",
         default=None,
         metavar="FOLDER",
-        help="Start from a model of Hugging Face: its config.json sets the flags of the "
-        "architecture, its tokenizer is the run's, and its weights are converted once to "
-        "FOLDER.megatron-bfloat16 (or -float32), unless --load has a checkpoint. Also applies "
-        "without --distca.",
+        help="Start from a Hugging Face model. Its config.json sets the flags of the "
+        "architecture, and the run uses its tokenizer. Its weights are converted once, to "
+        "FOLDER.megatron-bfloat16 (or -float32). If --load has a checkpoint, the run continues "
+        "from the checkpoint instead. Also applies without --distca.",
     )
     # Arguments without a flag, which a checkpoint notes (`batches/resuming.py`).
     parser.set_defaults(train_stream_start=0, valid_stream_start=0, iteration=0)

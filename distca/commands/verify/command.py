@@ -55,7 +55,7 @@ def build_parser() -> Parser:
         "--ranks",
         type=int,
         metavar="N",
-        help=f"Processes. Default: one for each GPU, or {_ON_CPUS} on CPUs.",
+        help=f"Number of processes. Default: one for each GPU, or {_ON_CPUS} on CPUs.",
     )
     parser.add_argument(
         "--stages",
@@ -63,15 +63,15 @@ def build_parser() -> Parser:
         choices=_NAMES,
         metavar="NAME",
         default=_NAMES,
-        help=f"Stages to run, of {', '.join(_NAMES)}. Default: all.",
+        help=f"Stages to run: some of {', '.join(_NAMES)}. Default: all.",
     )
     parser.add_argument(
         "--output",
         type=_folder,
         metavar="DIR",
-        help="Write verify.json, which has all that we need to know if something fails, "
-        "profile.json, for --distca-profile in training and --profile of `distca plan`, and "
-        "cluster.json, for --cluster of `distca simulate`.",
+        help="Folder for three files: verify.json has all that we need to know if something "
+        "fails; profile.json is for --distca-profile in training and --profile of `distca "
+        "plan`; cluster.json is for --cluster of `distca simulate`.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object at the end.")
     return parser
