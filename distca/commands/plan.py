@@ -124,7 +124,7 @@ def build_parser() -> Parser:
         "--max-document-length",
         type=int,
         metavar="TOKENS",
-        help="Longest document. Longer documents are cut into pieces. Default: no limit.",
+        help="Maximum document length. Longer documents are cut into pieces. Default: no limit.",
     )
     ranks = parser.add_argument_group("ranks (required unless --load is given)")
     ranks.add_argument(

@@ -120,9 +120,9 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         choices=LATENT_ROWS,
         default="auto",
         help="With --multi-latent-attention: what ranks send to servers. on: latents, which "
-        "servers expand with their own copy of the layer's weight, so latents stay inside a "
-        "pipeline stage; off: keys and values; auto: latents, if possible and if the saved bytes "
-        "take longer to send than latents to expand.",
+        "servers expand with their own copy of the layer's weight, so only servers of the same "
+        "pipeline stage get them; off: keys and values; auto: latents, if possible and if the "
+        "saved bytes take longer to send than latents to expand.",
     )
     group.add_argument(
         "--distca-ping-pong",
@@ -165,9 +165,9 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=MAX_CTAS,
         metavar="N",
-        help="Most thread blocks of an exchange over NCCL. Each occupies most of an SM, also while"
-        " it waits for a late rank. Use more on links faster than a network card. A power of "
-        f"two, at most {MOST_CTAS}.",
+        help="Maximum number of thread blocks of an exchange over NCCL: a power of two, at most "
+        f"{MOST_CTAS}. Each thread block occupies most of an SM, also while it waits for a late "
+        "rank. Use more if links are faster than a network card.",
     )
     group.add_argument(
         "--distca-ablation",
