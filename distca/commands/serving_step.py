@@ -137,7 +137,7 @@ def build_parser(command: str, kind: Kind) -> Parser:
             "--save",
             type=Path,
             metavar="FILE",
-            help="Write the plan as JSON, for `distca plan --load`.",
+            help="Write the plan as JSON, for --load of `distca plan`.",
         )
     else:
         output.add_argument(
