@@ -203,8 +203,8 @@ def test_pipelines() -> None:
         apart.append(own)
         shared.append(all_of_them)
     assert (
-        "Sharing servers between stages made a job of two stages {} times as fast as plain "
-        "Megatron, and one of four {} times. Without sharing they were {} and {} times as fast"
+        "With servers shared between stages, a job of two stages was {} times as fast as plain "
+        "Megatron, and one of four stages {} times. With separate servers they were {} and {} times"
     ).format(*shared, *apart) in words_of("docs/pipelines.md")
 
 
@@ -227,8 +227,8 @@ def test_slow_links() -> None:
     assert f"ping-pong was at most {100 * (moderate - 1):.0f}% slower" in said
     shares = [*busiest[0], *busiest[1]]
     assert (
-        f"busy for {min(shares)}% to {max(shares)}%, it was {longer[0]} with two documents, and "
-        f"{longer[1].removesuffix(' slower')} with one that spans both ranks"
+        f"busy for {min(shares)}% to {max(shares)}%, ping-pong was {longer[0]} with two documents, "
+        f"and {longer[1]} with one that spans both ranks"
     ) in said
     assert f"took {min(alone):.2f} to {max(alone):.2f} times" in said
 
