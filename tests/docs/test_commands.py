@@ -327,7 +327,7 @@ def test_the_figures_of_one_plan(typed: Typed) -> None:
     assert f"    {line}\n" in planning
     before, after = (float(each) for each in figures["tiles"])
     assert f"which has {before:.1f} times an equal share" in helps
-    assert f"with `tiles` {after:.1f} times." in helps
+    assert f"`tiles` the busiest rank has {after:.1f} times an equal" in helps
 
 
 def block_of(page: str, begin: str) -> str:

@@ -20,8 +20,9 @@ def test_jobs_beside_peers() -> None:
     behind = {0: "none"}[sum(ratio < 1 - 1e-6 for ratio in ratios)]
     of_all = f"{min(ratios):.3f} to {max(ratios):.3f} times as fast"
     assert (
-        f"In {len(ratios)} simulated jobs it is {of_all}, {typical:.3f} in the geometric" in readme
-    )
+        f"In {len(ratios)} named jobs DistCA is {of_all} as the fastest peer, {typical:.3f} in the "
+        "geometric"
+    ) in readme
     assert f"and slower in {behind} (" in readme
     index = INDEX.read_text()
     assert f"In {len(ratios)} of {len(found)} named jobs DistCA and a peer fit in memory." in index
@@ -30,7 +31,7 @@ def test_jobs_beside_peers() -> None:
     assert "Four gain 1% or less" in index
     dynamic = [each["dynamic"] for each in found.values() if "dynamic" in each]
     assert len(dynamic) == 4
-    assert f"DistCA is {min(dynamic):.3f} to {max(dynamic):.3f} times as fast as it" in readme
+    assert f"DistCA is {min(dynamic):.3f} to {max(dynamic):.3f} times as fast as dynamic" in readme
     drawn = json.loads((RESULTS / "cluster" / "drawn_jobs.json").read_text())
     ratios = [each["ratio"] for each in drawn.values() if all(each["fits"])]
     behind, neither = (
@@ -47,4 +48,7 @@ def test_jobs_beside_peers() -> None:
         f"{of_all}, {geometric_mean(ratios):.3f} in the geometric mean, and slower in {behind}."
         in index
     )
-    assert f"in {len(ratios)}. In those it is {of_all}, and slower in {behind} ([drawn" in readme
+    assert (
+        f"In {len(ratios)} of {len(drawn)} randomly drawn jobs, DistCA and a peer fit in memory. "
+        f"There DistCA is {of_all} as the fastest peer, and slower in {behind} ([drawn"
+    ) in readme

@@ -19,7 +19,7 @@ def words_of(page: str) -> str:
 def test_the_answer_may_be_no(capsys: pytest.CaptureFixture[str]) -> None:
     readme = words_of("README.md")
     ((flags, answer),) = re.findall(
-        r"The answer may be no\. With `([^`]+)`, where documents are equal, it is \"(.+? "
+        r"The answer may be no\. With `([^`]+)`, where documents are equally long, it is \"(.+? "
         r"which is simpler\.)\"",
         readme,
     )
@@ -36,6 +36,6 @@ def test_both_pages_say_the_same_of_faster_kernels() -> None:
     assert len(found) == 1
     over_megatron, over_wlb_llm = found[0]
     assert (
-        "with `--attention-tflops 640`, near FlashAttention 3's, the two ratios are "
+        "With `--attention-tflops 640`, near FlashAttention 3's speed, the two ratios are "
         f"{over_megatron} and {over_wlb_llm}."
     ) in words_of("README.md")
