@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from distca.library.documents import IGNORED
 from distca.library.nodes import Nodes
 from distca.plan import Plan
+from distca.transport import naming_lost_ranks
 
 
 class Predictions(NamedTuple):
@@ -297,7 +298,8 @@ class Batch:
             0, places, values[tokens.prediction] * tokens.weight
         )
         everyone = mine.detach().clone()
-        dist.all_reduce(everyone, group=self.group)
+        with naming_lost_ranks("sum_rollouts"):
+            dist.all_reduce(everyone, group=self.group)
         return mine + (everyone - mine.detach())
 
     def _of_tokens(self, values: torch.Tensor) -> torch.Tensor:
@@ -321,7 +323,8 @@ class Batch:
         mine = values.new_zeros((most, *values.shape[1:]))
         mine[: len(values)] = values.detach()
         everyone = [torch.empty_like(mine) for _ in numbers]
-        dist.all_gather(everyone, mine, self.group)
+        with naming_lost_ranks("the gathering of values"):
+            dist.all_gather(everyone, mine, self.group)
         found = values.new_zeros((total, *values.shape[1:]))
         for places, each in zip(numbers, everyone, strict=True):
             found[torch.from_numpy(places).to(found.device)] = each[: len(places)]
@@ -376,5 +379,6 @@ class _GatheredValues(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         every = gradient.clone()
-        dist.all_reduce(every, group=ctx.group)
+        with naming_lost_ranks("the backward pass of gather_rollouts"):
+            dist.all_reduce(every, group=ctx.group)
         return every[ctx.places], None, None, None

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from datetime import timedelta
 from numbers import Real
 
 import torch
@@ -30,7 +31,7 @@ from distca.runtime.attention_call import CallResources
 from distca.runtime.exchange import build_exchange
 from distca.schedule import ScheduleConfig
 from distca.schedule.schedulers import SCHEDULERS
-from distca.transport import CollectiveTransport, new_exchange_group
+from distca.transport import CollectiveTransport, naming_lost_ranks, new_exchange_group
 
 _CAUSAL = Mask()
 
@@ -65,6 +66,8 @@ class Planner:
     Raises:
         ValueError: an argument is out of range, or no kernel computes such heads on the device.
         RuntimeError: `torch.distributed` is not initialised.
+        LostRankError: another rank has ended or does not answer. The other functions of the
+            library that are collective raise it, too.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Planner:
         self._group, self._kernel = group, _select_kernel(shape, softcap, device)
         self._softcap = softcap
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        exchanges = new_exchange_group(ranks, alone=group is not None)
+        exchanges = new_exchange_group(ranks, _timeout_of(group, device), alone=group is not None)
         assert exchanges is not None
         self._transport = CollectiveTransport(exchanges, device)
         self._buffers = Buffers(device)
@@ -267,8 +270,9 @@ class Planner:
         """
         mine = torch.tensor([number], device=self.device)
         found = [torch.empty_like(mine) for _ in range(self._transport.world_size)]
-        dist.all_gather(found, mine, self._group)
-        numbers = torch.cat(found).tolist()
+        with naming_lost_ranks("the comparison of documents in Planner.place"):
+            dist.all_gather(found, mine, self._group)
+            numbers = torch.cat(found).tolist()
         others = [rank for rank, each in enumerate(numbers) if each != numbers[0]]
         if wrong is not None:
             raise wrong
@@ -371,6 +375,14 @@ def find_planner(handle: int) -> tuple[Planner, int]:
     if planner is None:
         raise ValueError("the batch's planner is gone: keep it as long as its batches are used")
     return planner, batch
+
+
+def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """Returns the time limit of a group's operations, which torch doesn't give to new groups."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
 
 
 def _select_kernel(shape: AttentionShape, softcap: float | None, device: torch.device) -> Kernel:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from distca.library.documents import Document, check_readable
 from distca.library.nodes import Nodes
 from distca.library.trees import Rollout, Tree, share_prefixes
+from distca.transport import naming_lost_ranks
 
 Given = Document | Tree | Rollout | torch.Tensor
 """What a loop may give as a document: its tokens alone, int64 `[tokens]`, are one, too."""
@@ -157,7 +158,8 @@ def share_documents(
         wrong = str(error)
     sent = wrong, mine
     found = [sent] * dist.get_world_size(group)
-    dist.all_gather_object(found, sent, group)
+    with naming_lost_ranks("share_documents"):
+        dist.all_gather_object(found, sent, group)
     for rank, (message, _) in enumerate(found):
         if message:
             raise ValueError(f"rank {rank}: {message}")

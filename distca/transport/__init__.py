@@ -12,6 +12,7 @@ from distca.transport.base import (
     TransportError,
 )
 from distca.transport.collective import CollectiveTransport, new_exchange_group
+from distca.transport.lost_ranks import LostRankError, naming_lost_ranks
 
 __all__ = [
     "DIRECTIONS",
@@ -19,11 +20,13 @@ __all__ = [
     "ChannelBytes",
     "CollectiveTransport",
     "Direction",
+    "LostRankError",
     "MessageSizes",
     "Pending",
     "Signal",
     "SingleStream",
     "Transport",
     "TransportError",
+    "naming_lost_ranks",
     "new_exchange_group",
 ]

@@ -16,6 +16,9 @@ from distca.transport.base import (
     Transport,
     first_bytes,
 )
+from distca.transport.lost_ranks import naming_lost_ranks
+
+_EXCHANGE = "an exchange of rows"
 
 MAX_CTAS = 8
 """Thread blocks of NCCL in an exchange, by default: as many as the nvshmem transport's kernel has.
@@ -62,9 +65,10 @@ def new_exchange_group(
         alone: whether only the group's ranks call this, and not all ranks of the job.
     """
     options = nccl_options(max_ctas, timeout) if dist.get_backend() == "nccl" else None
-    return dist.new_group(
-        ranks, timeout=timeout, pg_options=options, use_local_synchronization=alone
-    )
+    with naming_lost_ranks("the making of a process group"):
+        return dist.new_group(
+            ranks, timeout=timeout, pg_options=options, use_local_synchronization=alone
+        )
 
 
 class CollectiveTransport(Transport):
@@ -96,7 +100,8 @@ class CollectiveTransport(Transport):
             # there may be no memory left by then.
             ones = [1] * self.world_size
             message, received = self._allocate(self.world_size), self._allocate(self.world_size)
-            group.alltoall_base(received, message, ones, ones).wait()
+            with naming_lost_ranks("the first exchange"):
+                group.alltoall_base(received, message, ones, ones).wait()
 
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
         """See `Transport.reserve`."""
@@ -122,7 +127,9 @@ class CollectiveTransport(Transport):
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         received = first_bytes(self._received[channel], sizes.received)
         staged = first_bytes(self._staging[channel], sizes.sent)
-        return _Collective(self._begin(channel, received, staged, sizes), received)
+        with naming_lost_ranks(_EXCHANGE):
+            works = self._begin(channel, received, staged, sizes)
+        return _Collective(works, received)
 
     def _begin(
         self, channel: Channel, received: torch.Tensor, staged: torch.Tensor, sizes: MessageSizes
@@ -188,8 +195,9 @@ class _Collective(Pending):
 
     def wait(self) -> torch.Tensor:
         # A gloo message can be waited for once: a second wait would be for another.
-        for work in self._works:
-            work.wait()
+        with naming_lost_ranks(_EXCHANGE):
+            for work in self._works:
+                work.wait()
         self._works = ()
         return self._received
 

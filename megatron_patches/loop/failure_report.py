@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distca.transport import TransportError
+from distca.transport.lost_ranks import is_lost_connection, is_time_limit
 from megatron_patches.loop.messages import ERROR_FILE
 
 logger = logging.getLogger(__name__)
@@ -92,16 +93,13 @@ def _patience(error: BaseException, environment: Mapping[str, str]) -> float:
 
 def _may_be_another_s(error: BaseException) -> bool:
     """Returns whether an error may come of waiting for another rank for too long."""
-    waited = isinstance(error, TransportError) or (
-        isinstance(error, RuntimeError) and "imed out" in str(error)
-    )
+    waited = isinstance(error, TransportError) or is_time_limit(error)
     return waited or (_is_another_s(error) and not isinstance(error, KnownElsewhere))
 
 
 def _is_another_s(error: BaseException) -> bool:
     """Returns whether an error looks like one that came of another rank's."""
-    lost_connection = isinstance(error, RuntimeError) and "onnection" in str(error)
-    return lost_connection or isinstance(error, KnownElsewhere | dist.DistError)
+    return is_lost_connection(error) or isinstance(error, KnownElsewhere | dist.DistError)
 
 
 def shortened_traceback(error: BaseException) -> str:

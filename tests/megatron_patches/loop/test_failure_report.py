@@ -10,6 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from distca.transport import LostRankError
 from megatron_patches.loop.failure_report import KnownElsewhere, shortened_traceback
 from support.pretraining import ROOT, is_alive
 
@@ -220,6 +221,7 @@ def test_a_rank_that_knows_less_waits_for_others() -> None:
         KnownElsewhere("a checkpoint cannot be saved"),
         RuntimeError("[...] Connection closed by peer [127.0.0.1]:4"),
         dist.DistBackendError("NCCL error"),
+        LostRankError("rank 1 cannot finish an exchange of rows"),
     ):
         assert patience(error, 0, 0) > patience(mine, 3, 1)
         # Nobody else knows.
