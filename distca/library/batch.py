@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
+from distca.library.agreed import agreed_values
 from distca.library.documents import IGNORED
 from distca.library.nodes import Nodes
 from distca.plan import Plan
@@ -154,7 +155,7 @@ class Batch:
                 "[rows, vocabulary] or [1, rows, vocabulary]"
             )
         if of_predictions:
-            self._check_predictions(logits)
+            self._checked_predictions(logits)
         else:
             logits = self._of_tokens(logits)
         # All ranks' targets, on the CPU: all ranks refuse, and nothing waits for a device.
@@ -188,20 +189,21 @@ class Batch:
 
         Args:
             values: a value, or a row of values, for each token of this rank, `[rows, …]`; the same
-                dtype and further sizes on all ranks: gloo ends the process otherwise.
+                dtype and further sizes on all ranks, which compare them first.
 
         Returns:
             For each document a tensor `[tokens, …]`, such as the tokens' losses; of a tree the
             tokens of its nodes, one node after the other.
 
         Raises:
-            ValueError: there is not one for each token of this rank. The other ranks wait then,
-                until this one ends.
+            ValueError: there is not one for each token of a rank, or dtypes or sizes differ; on all
+                ranks.
+            LostRankError: another rank has ended or does not answer.
         """
         placement = self.plans[0].placement
         numbers = [self.nodes.of_rank(placement, rank) for rank in range(placement.world_size)]
-        values = self._of_tokens(values)
-        found = self._gather(values, numbers, int(self.nodes.own_lengths.sum()))
+        values = self._agreed("gather", lambda: self._of_tokens(values))
+        found = self._gather("gather", values, numbers, int(self.nodes.own_lengths.sum()))
         ends = np.cumsum(self.nodes.counts)
         of_documents = np.add.reduceat(self.nodes.own_lengths, ends - self.nodes.counts)
         return list(torch.split(found, of_documents.tolist()))
@@ -214,7 +216,7 @@ class Batch:
 
         Args:
             values: a value for each prediction of this rank, `[predictions]`, such as
-                `log_probabilities`; the same dtype on all ranks: gloo ends the process otherwise.
+                `log_probabilities`; the same dtype on all ranks, which compare them first.
 
         Returns:
             For each rollout of the trees, by its number, a tensor `[tokens]`: the value of the
@@ -223,8 +225,9 @@ class Batch:
             or use `rollout_tokens`.
 
         Raises:
-            ValueError: there is not one for each prediction of this rank. The other ranks wait
-                then, until this one ends.
+            ValueError: there is not one for each prediction of a rank, or dtypes or sizes differ;
+                on all ranks.
+            LostRankError: another rank has ended or does not answer.
         """
         placement, (_, predicted, _, _) = self.plans[0].placement, self.nodes.predictions
         numbers = [
@@ -233,10 +236,9 @@ class Batch:
         ]
         total = int(self.nodes.own_lengths.sum())
         # The last one is for what documents predict.
-        self._check_predictions(values)
         found: torch.Tensor = _GatheredValues.apply(  # type: ignore[no-untyped-call]
-            values,
-            lambda mine: self._gather(mine, numbers, total + 1),
+            self._agreed("gather_rollouts", lambda: self._checked_predictions(values)),
+            lambda mine: self._gather("gather_rollouts", mine, numbers, total + 1),
             torch.from_numpy(numbers[self.rank]).to(values.device),
             self.group,
         )
@@ -275,22 +277,26 @@ class Batch:
 
         Args:
             values: a value for each prediction of this rank, `[predictions]`, such as
-                `log_probabilities`; the same dtype on all ranks: gloo ends the process otherwise.
+                `log_probabilities`; the same dtype on all ranks, which compare them first.
 
         Returns:
             A sum for each of `rollouts`, in their order, `[rollouts]`.
 
         Raises:
-            ValueError: there is not one for each prediction of this rank, or they are no
-                floating-point numbers of one dimension. The other ranks wait then, until this one
-                ends.
+            ValueError: there is not one for each prediction of a rank, they are no floating-point
+                numbers of one dimension, or dtypes differ; on all ranks.
+            LostRankError: another rank has ended or does not answer.
         """
-        self._check_predictions(values)
-        if _is_no_tensor(values, 1):
-            raise ValueError(
-                f"values are {_kind(values)}: give floating-point numbers of one dimension, one "
-                "for each prediction"
-            )
+
+        def checked() -> torch.Tensor:
+            if _is_no_tensor(self._checked_predictions(values), 1):
+                raise ValueError(
+                    f"values are {_kind(values)}: give floating-point numbers of one dimension, "
+                    "one for each prediction"
+                )
+            return values
+
+        values = self._agreed("sum_rollouts", checked)
         tokens = self.rollout_tokens()
         order = torch.tensor(self.rollouts, dtype=torch.int64, device=values.device)
         places = torch.searchsorted(order, tokens.rollout)
@@ -311,19 +317,23 @@ class Batch:
         _check_count(values, count, "tokens")
         return values
 
-    def _check_predictions(self, values: torch.Tensor) -> None:
-        """Checks that there is a row for each prediction of this rank."""
+    def _checked_predictions(self, values: torch.Tensor) -> torch.Tensor:
+        """Checks that there is a row for each prediction of this rank, and returns the values."""
         _check_count(values, len(self.predictions.rows), "predictions")
+        return values
+
+    def _agreed(self, operation: str, check: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return agreed_values(operation, check, self.tokens.device, self.group)
 
     def _gather(
-        self, values: torch.Tensor, numbers: Sequence[np.ndarray], total: int
+        self, operation: str, values: torch.Tensor, numbers: Sequence[np.ndarray], total: int
     ) -> torch.Tensor:
         """Puts values of all ranks in one tensor `[total, …]`: `numbers` has each rank's places."""
         most = max(len(each) for each in numbers)
         mine = values.new_zeros((most, *values.shape[1:]))
         mine[: len(values)] = values.detach()
         everyone = [torch.empty_like(mine) for _ in numbers]
-        with naming_lost_ranks("the gathering of values"):
+        with naming_lost_ranks(operation):
             dist.all_gather(everyone, mine, self.group)
         found = values.new_zeros((total, *values.shape[1:]))
         for places, each in zip(numbers, everyone, strict=True):

@@ -18,6 +18,7 @@ from support.refused_rollouts import (
     beyond_memory,
     beyond_vocabulary,
     mistakes_of_one_rank,
+    values_of_another_kind,
     with_other_attention,
 )
 
@@ -209,3 +210,23 @@ def test_tokens_beyond_the_vocabulary_are_refused(ranks: Any) -> None:
         assert good == last == "no error"
         for number, message in zip((VOCABULARY, VOCABULARY, -9, VOCABULARY), wrong, strict=True):
             assert f"token {number} is not one of the model's {VOCABULARY}: use its" in message
+
+
+def test_values_of_another_kind_on_one_rank_are_refused_on_all(ranks: Any) -> None:
+    first, second = ranks.run(values_of_another_kind, world_size=2)
+    float32, bfloat16 = "torch.float32 [rows]", "torch.bfloat16 [rows]"
+    expected = {
+        "rollouts": f"rank 1 gives gather_rollouts values of {bfloat16}, but rank 0 of {float32}",
+        "whole numbers": "rank 1 gives gather_rollouts values of torch.int32 [rows], but rank 0 of",
+        "sums": f"rank 1 gives sum_rollouts values of {bfloat16}, but rank 0 of {float32}: give",
+        "documents": "values of torch.bfloat16 [rows, 3], but rank 0 of torch.float32 [rows, 3]: g",
+        "columns": "gather values of torch.float32 [rows, 2], but rank 0 of torch.float32 [rows, 3",
+        "dimensions": "values of torch.float32 [rows], but rank 0 of torch.float32 [rows, 3]: give",
+    }
+    for name, message in expected.items():
+        assert message in first[name]
+        assert first.pop(name) == second.pop(name)
+    for name in ("fewer", "fewer sums", "fewer rows"):
+        assert "values that cannot be used, and says why" in first.pop(name)
+        assert "values are given for" in second.pop(name)
+    assert first == second == {"after all": "no error"}

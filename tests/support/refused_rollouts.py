@@ -130,3 +130,32 @@ def mistakes_of_one_rank() -> dict[str, str]:
     found["after all"] = message_of(lambda: planner.place(documents))
     planner.close()
     return found
+
+
+def values_of_another_kind() -> dict[str, str]:
+    """What each rank says where rank 1 alone gives values of another dtype, size or number."""
+    planner = Planner(hf_shape(), block=BLOCK)
+    batch = planner.place(share_prefixes(star(torch.Generator().manual_seed(5)), LEAST))
+    values = torch.ones(len(batch.predictions.rows))
+    rows = torch.ones(len(batch.tokens), 3)
+    other = bool(dist.get_rank())
+
+    def half(given: torch.Tensor) -> torch.Tensor:
+        return given.bfloat16() if other else given
+
+    found = {
+        "rollouts": message_of(lambda: batch.gather_rollouts(half(values))),
+        "whole numbers": message_of(
+            lambda: batch.gather_rollouts(values.int() if other else values)
+        ),
+        "sums": message_of(lambda: batch.sum_rollouts(half(values))),
+        "documents": message_of(lambda: batch.gather(half(rows))),
+        "columns": message_of(lambda: batch.gather(rows[:, :2] if other else rows)),
+        "dimensions": message_of(lambda: batch.gather(rows[:, 0] if other else rows)),
+        "fewer": message_of(lambda: batch.gather_rollouts(values[1:] if other else values)),
+        "fewer sums": message_of(lambda: batch.sum_rollouts(values[1:] if other else values)),
+        "fewer rows": message_of(lambda: batch.gather(rows[1:] if other else rows)),
+        "after all": message_of(lambda: batch.gather_rollouts(values)),
+    }
+    planner.close()
+    return found
