@@ -17,6 +17,7 @@ PURE = {"distca.plan", "distca.documents", "distca.cost", "distca.schedule"}
 FLOORS: dict[str, set[str]] = {
     "distca.__version__": set(),
     "distca.checkpoints": set(),
+    "distca.json_files": set(),
     "distca.lifetime": set(),
     "distca.scratch": set(),
     "distca.machine": set(),
@@ -29,16 +30,18 @@ FLOORS: dict[str, set[str]] = {
     "distca.torchrun": set(),
     "distca.whole_file": set(),
     "distca.wording": set(),
-    "distca.plan": {"distca.whole_file"},
-    "distca.documents": {"distca.plan", "distca.whole_file"},
-    "distca.cost": {"distca.plan", "distca.whole_file"},
+    "distca.plan": {"distca.json_files", "distca.whole_file"},
+    "distca.documents": {"distca.json_files", "distca.plan", "distca.whole_file"},
+    "distca.cost": {"distca.json_files", "distca.plan", "distca.whole_file"},
     "distca.schedule": {
         *("distca.plan", "distca.cost", "distca.lifetime", "distca.quiet", "distca.whole_file"),
-        "distca.wording",
+        *("distca.json_files", "distca.wording"),
     },
     "distca.attention": {"distca.machine", "distca.plan", "distca.cost", "distca.native"},
     "distca.transport": {"distca.native", "distca.wording"},
-    "distca.simulate": {*PURE, "distca.timeline", "distca.whole_file", "distca.wording"},
+    "distca.simulate": {
+        *(*PURE, "distca.json_files", "distca.timeline", "distca.whole_file", "distca.wording")
+    },
     "distca.runtime": {*PURE, "distca.attention", "distca.transport", "distca.timeline"},
 }
 FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}

@@ -24,6 +24,7 @@ from distca.commands.described import (
     flag_of,
     model_of,
 )
+from distca.json_files import read_text
 from distca.palette import BLACK, colour_in_turn
 from distca.progress import track
 from distca.schedule.serving.cdsp import (
@@ -231,8 +232,10 @@ def _times(args: argparse.Namespace) -> PrefillModel:
     path: Path | None = args.prefill_times
     if path is None:
         return published_model()
+    wanted = f"give a JSON list of objects such as {json.dumps(asdict(TABLE_1[0]))}"
+    text = read_text(path, wanted, "--prefill-times")
     try:
-        rows = json.loads(path.read_text())
+        rows = json.loads(text)
         if not isinstance(rows, list):
             return PrefillModel.load(path)
         measured = [
@@ -242,10 +245,7 @@ def _times(args: argparse.Namespace) -> PrefillModel:
             for row in rows
         ]
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"--prefill-times {path} has no measured prefills: give a JSON list of objects such as "
-            f"{json.dumps(asdict(TABLE_1[0]))}"
-        ) from error
+        raise ValueError(f"--prefill-times {path} has no measured prefills: {wanted}") from error
     times = PrefillModel.fit(measured, args.cluster, args.model or "custom")
     worst = max(map(abs, times.errors(measured)))
     sys.stderr.write(f"distca simulate: Eq. 1 is within {worst:.1%} of every measured prefill\n")

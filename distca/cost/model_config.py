@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.cost.model_sizes import Experts, Latents, ModelSize
+from distca.json_files import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,9 @@ def read_model_size(
             `ModelSize` cannot express.
     """
     file = path / CONFIG if path.is_dir() else path
+    text = read_text(file, "give a model's folder, or its config.json")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror})") from error
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error})") from error
     if not isinstance(config, dict):

@@ -22,6 +22,7 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.volume import AttentionShape
+from distca.json_files import read_text
 from distca.plan.span import Floats, Int64s
 from distca.whole_file import write_text
 
@@ -147,10 +148,9 @@ class Profile:
         Raises:
             ValueError: the file is missing, corrupt or of another format.
         """
-        if not Path(path).is_file():
-            raise ValueError(f"{path} does not exist: make a profile with `distca profile`")
+        text = read_text(Path(path), "make a profile with `distca profile`")
         try:
-            saved = json.loads(Path(path).read_text())
+            saved = json.loads(text)
             if not isinstance(saved, dict) or saved.pop("format", None) != FORMAT:
                 raise ValueError(f'it lacks "format": {FORMAT}')
             return Profile(
@@ -165,7 +165,7 @@ class Profile:
                 ),
             )
         except (
-            *(OSError, KeyError, TypeError, AttributeError, ValueError),
+            *(KeyError, TypeError, AttributeError, ValueError),
             *(RecursionError, OverflowError),
         ) as error:
             raise ValueError(

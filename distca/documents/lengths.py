@@ -34,7 +34,7 @@ from typing import Protocol
 import numpy as np
 
 from distca.documents.index import read_index
-from distca.documents.json_files import check_file, parse_json, read_text
+from distca.json_files import check_file, parse_json, read_text
 from distca.plan.span import Int64s
 
 MOST_TOKENS = 2**32

@@ -13,6 +13,7 @@ from distca.inference.outputs import Completion, OnToken, RequestOutput
 from distca.inference.prompts import check_tokens
 from distca.inference.rank_processes import RankProcesses
 from distca.inference.sampling import SamplingParams
+from distca.json_files import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -215,8 +216,9 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     Raises:
         ValueError: the file is something else.
     """
+    text = read_text(path, "give a JSON list of lists of token ids", "--prompt-ids")
     try:
-        prompts = json.loads(path.read_text())
+        prompts = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--prompt-ids {path} is not JSON: {error}") from error
     if not isinstance(prompts, list) or not all(
@@ -233,11 +235,8 @@ def read_conversations(path: Path) -> list[list[Message]]:
         ValueError: a line is something else.
     """
     conversations: list[list[Message]] = []
-    try:
-        # Not `splitlines`: a string of JSON may hold other ends of lines than this.
-        lines = path.read_text().split("\n")
-    except ValueError as error:
-        raise ValueError(f"--conversations {path} is not UTF-8 text: {error}") from error
+    # Not `splitlines`: a string of JSON may hold other ends of lines than this.
+    lines = read_text(path, "give JSON lines of lists of messages", "--conversations").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

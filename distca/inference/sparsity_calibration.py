@@ -21,6 +21,7 @@ from distca.inference.models import ServedModel, load_tokenizer, model_digest
 from distca.inference.prompts import check_tokens
 from distca.inference.sampling import UnusableLogitsError, check_highest
 from distca.inference.sparse_model import SparseModel
+from distca.json_files import read_text
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, MeasuredOn
@@ -51,9 +52,10 @@ def read_prompts(path: Path, model: ServedModel) -> list[list[int]]:
     Raises:
         ValueError: the file is something else, or has too few prompts, or one cannot be used.
     """
+    text = read_text(path, "give a JSON list of texts or of lists of token ids", "--prompts")
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--prompts {path} is not JSON: {error}") from error
     of_texts = isinstance(given, list) and all(isinstance(each, str) for each in given)
     of_ids = isinstance(given, list) and all(

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distca.json_files import read_text
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
 from distca.plan.plan import Plan
@@ -111,10 +112,9 @@ def load_stepped_plan(path: Path) -> tuple[SteppedPlan, dict[str, object]]:
     Raises:
         ValueError: the file is missing, is not in this format, or holds no valid plan.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist: make a plan with `distca plan --save`")
+    text = read_text(Path(path), "make a plan with `distca plan --save`")
     try:
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        saved = json.loads(text)
         if saved["format"] != FORMAT:
             raise ValueError(f"its format is {saved['format']}, not {FORMAT}")
         configuration = dict(saved["configuration"])

@@ -18,6 +18,7 @@ from distca.cost.link import Links
 from distca.cost.roofline import RooflineCost
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape
+from distca.json_files import read_text
 from distca.plan.span import Floats, Int64s
 from distca.simulate.charges import UNCHARGED, Charges
 from distca.whole_file import write_text
@@ -97,10 +98,11 @@ class Cluster:
         Raises:
             ValueError: the file is missing, or describes no cluster.
         """
+        text = read_text(path, "make a cluster with `distca verify --output`")
         try:
-            saved = json.loads(path.read_text())
+            saved = json.loads(text)
             return Cluster(**saved | {"charges": Charges(**saved["charges"])})
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"{path} describes no cluster ({error}): make it with `distca verify --output`"
             ) from error

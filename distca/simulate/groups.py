@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distca.documents.json_files import parse_json, read_text
+from distca.json_files import parse_json, read_text
 
 _MOST_SPREAD = 3.0
 _MOST_TOKENS, _MOST_ROLLOUTS = 1 << 27, 1 << 20

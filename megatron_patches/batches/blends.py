@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from megatron.core.datasets.utils import get_blend_from_list
 
+from distca.json_files import read_text
 from megatron_patches.batches.custom_dataset import custom_dataset
 from megatron_patches.flags.config import DocumentsConfig
 from megatron_patches.versions import newer_flag
@@ -82,7 +83,7 @@ def find_blend(documents: DocumentsConfig, args: Namespace, which: Split) -> Ble
     if source == "data_path":
         return _blend(value, _flag(source), args.split)
     file = f"{_flag(source)} {value}"
-    text = _read(file, value)
+    text = read_text(Path(value), "give a file of paths of data", _flag(source))
     if source == "data_args_path":
         return _blend(text.split(), file, args.split)
     words = _words_of_splits(file, text)[which]
@@ -168,13 +169,6 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _read(file: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def _words_of_splits(file: str, text: str) -> dict[str, list[str]]:

@@ -196,7 +196,7 @@ def test_what_describes_no_model_is_refused(tmp_path: Path, content: str, messag
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config.json cannot be read \(No such file"):
+    with pytest.raises(ValueError, match=r"config.json does not exist: give a model's folder"):
         read_model_size(tmp_path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.documents import json_files
+from distca import json_files
 from distca.documents.index import read_index
 from distca.documents.lengths import (
     DISTRIBUTIONS,

@@ -24,6 +24,7 @@ from typing import Literal
 
 import numpy as np
 
+from distca.json_files import read_text
 from distca.plan import Placement
 from distca.plan.span import Floats, Int64s
 from distca.whole_file import write_text
@@ -318,8 +319,9 @@ def load_partitions(path: Path) -> PartitionTable:
     Raises:
         ValueError: the file is no such table.
     """
+    text = read_text(path, "make a table of partitions by `distca tune partitions`")
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(text)
         if saved["format"] != FORMAT:
             raise ValueError(f"format {saved['format']}, not {FORMAT}")
         shares = {
@@ -331,7 +333,7 @@ def load_partitions(path: Path) -> PartitionTable:
         }
         made_for = str(saved["model"]), str(saved["hardware"]), int(saved["ranks"])
         return PartitionTable(*made_for, shares, saved.get("by", "simulated"), trials)
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a table of partitions ({type(error).__name__}: {error}): make one by "
             "`distca tune partitions`"

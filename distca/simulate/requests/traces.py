@@ -10,6 +10,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from distca.json_files import read_text
+
 K = 1024
 
 
@@ -115,8 +117,9 @@ def read_trace(path: Path) -> RequestTrace:
         ValueError: it is something else, or a value is out of range.
     """
     form = 'a JSON list such as [{"arrival": 0.5, "prompt": 20000, "answer": 256}]'
+    text = read_text(path, f"give {form}")
     try:
-        rows = json.loads(path.read_text())
+        rows = json.loads(text)
         requests = [Request(float(r["arrival"]), int(r["prompt"]), int(r["answer"])) for r in rows]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no trace: give {form}") from error

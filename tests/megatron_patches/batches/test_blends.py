@@ -106,7 +106,7 @@ def test_blends_of_splits_are_whole(tmp_path: Path) -> None:
         ({}, "give --data-path"),
         ({"data_path": ["a"], "valid_data_path": ["b"]}, "--valid-data-path name data twice"),
         ({"data_path": ["a"], "data_args_path": "b"}, "--data-path and --data-args-path name"),
-        ({"data_args_path": "/none"}, "--data-args-path /none cannot be read"),
+        ({"data_args_path": "/none"}, "--data-args-path /none does not exist: give a file"),
         ({"per_split_data_args_path": __file__}, "has the wrong form"),
         ({"valid_data_path": ["a"]}, "give --train-data-path"),
         ({"train_data_path": ["a"]}, "give --valid-data-path, or --eval-iters 0"),

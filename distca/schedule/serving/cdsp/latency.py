@@ -25,6 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
+from distca.json_files import read_text
 from distca.whole_file import write_text
 
 
@@ -194,8 +195,9 @@ class PrefillModel:
         Raises:
             ValueError: it is something else.
         """
+        text = read_text(path, "measure prefill times by `distca tune groups`")
         try:
-            saved = json.loads(path.read_text())
+            saved = json.loads(text)
             coefficients = {
                 int(degree): Coefficients(**{name: float(value) for name, value in of.items()})
                 for degree, of in saved["coefficients"].items()

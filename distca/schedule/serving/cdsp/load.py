@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distca.json_files import read_text
 from distca.whole_file import write_text
 
 WINDOW = 30.0
@@ -71,8 +72,9 @@ class ImprovementRates:
         Raises:
             ValueError: it is something else.
         """
+        text = read_text(path, "give a JSON object of improvement rates by arrivals a second")
         try:
-            saved: Any = json.loads(path.read_text())
+            saved: Any = json.loads(text)
             return cls({float(arrivals): _growth(given) for arrivals, given in saved.items()})
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(

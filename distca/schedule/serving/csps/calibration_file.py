@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from distca.cost.link import Links
+from distca.json_files import read_text
 from distca.schedule.serving.csps.degradation import (
     GRID,
     LEAST_PROMPTS,
@@ -172,8 +173,9 @@ def load_calibration(path: Path) -> CalibrationFile:
     """
     if not path.is_file():
         raise ValueError(f"there is no calibration {path}: {_MAKE}")
+    text = read_text(path, _MAKE)
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(text)
         if saved["format"] != FORMAT:
             raise ValueError(f"format {saved['format']}, not {FORMAT}")
         on = {name: saved["measured_on"][name] for name in MeasuredOn.__dataclass_fields__}
@@ -193,9 +195,7 @@ def load_calibration(path: Path) -> CalibrationFile:
         file = CalibrationFile(MeasuredOn(**on), samples, measured)
         _check_sizes(file)
         return file
-    except (
-        *(OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError),
-    ) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is no calibration ({type(error).__name__}: {error}): {_MAKE}"
         ) from error

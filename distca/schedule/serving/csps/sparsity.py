@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distca.json_files import read_text
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving.csps.levels import LEVELS
 from distca.whole_file import write_text
@@ -200,10 +201,9 @@ class Sparsity:
         Raises:
             ValueError: the file is missing, or has no ratios of this form.
         """
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist: {_OR}")
+        text = read_text(path, _OR)
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = json.loads(text)
             if saved["format"] != FORMAT:
                 raise ValueError(f"its format is {saved['format']}, not {FORMAT}")
             keys = _ratios(saved["keys"])
@@ -212,7 +212,7 @@ class Sparsity:
             kept = tuple(tuple((1.0,) * len(levels) for levels in heads) for heads in keys)
             return Sparsity(keys, kept)
         except (
-            *(OSError, LookupError, TypeError, AttributeError, ValueError),
+            *(LookupError, TypeError, AttributeError, ValueError),
             *(RecursionError, OverflowError),
         ) as error:
             raise ValueError(
