@@ -63,10 +63,13 @@ class Part:
     Attributes:
         plan: their plan.
         starts: first token of each document in the stream of all tokens, int64 `[documents]`.
+        groups: first rank of each rank's group, whose ranks alone wait for each other before the
+            part, int64 `[ranks]`; None: all ranks do.
     """
 
     plan: Plan
     starts: Int64s
+    groups: Int64s | None = None
 
     def tokens(self, rank: int, own: bool) -> torch.Tensor:
         """Returns the numbers in the stream of the tokens of a rank's rows, int64.

@@ -6,14 +6,15 @@ Every rank's kernels and copies of a layer's core attention, forward and backwar
 other, and their CPU seconds and bytes are counted. All other work of a training step is measured
 once, on documents of one block, and counts by a rank's tokens. A step takes what its busiest rank
 computes; ranks wait for each other after each round of hybrid context parallelism (CP) and after
-each nano-batch of DistCA, and bytes travel for nothing. So the seconds tell balance and overhead,
-and the bytes stand beside them.
+each nano-batch of DistCA, those of a group before each micro-batch of dynamic CP, and bytes travel
+for nothing. So the seconds tell balance and overhead, and the bytes stand beside them.
 
 All ways train on the same documents. With `--ranks-of-longest 1` they are cut where plain Megatron
 cuts them, at the end of a rank's tokens; with 4 they are up to four ranks long, which plain
 Megatron cannot train on. CP and WLB-LLM are tried with groups of as many ranks as the longest
-document needs, of four and of eight; hybrid CP with as many ranks for the longest document.
-WLB-LLM packs by the measured rates of all work.
+document needs, of four and of eight; hybrid and dynamic CP with as many ranks for the longest
+document. WLB-LLM packs by the measured rates of all work. Dynamic CP, which no release of Megatron
+has (`distca/schedule/baselines/dynamic_cp.py`), is shown beside the peers, and is none of them.
 
 Documents are as much shorter than on a cluster as a rank's tokens are fewer, so chunks of CP in
 large groups are far shorter than a kernel's block: on a cluster they take less. In favour of
@@ -56,10 +57,13 @@ from distca.schedule import (
     ScheduleConfig,
     documents_in_turn,
 )
+from distca.schedule.baselines.rounds import end_of_rounds
 from distca.simulate.bins import AllWork
 
 PLAIN = "plain Megatron"
 PEERS = {"per-document-cp": "per-document CP", "hybrid-cp": "hybrid CP", "wlb-llm": "WLB-LLM"}
+DYNAMIC = "dynamic CP"
+_GROUPED = PEERS | {"dynamic-cp": DYNAMIC}
 _MIXES = ("long-tail", "pretrain", "prolong", "lognormal", "fixed")
 MODES = {False: "DistCA, whole", True: "DistCA, ping-pong"}
 
@@ -70,7 +74,8 @@ class Way:
 
     Attributes:
         scheduler: name of the scheduler.
-        size: number of ranks in a CP group, or of the longest document in hybrid CP; None: neither.
+        size: number of ranks in a CP group, or of the longest document in hybrid and dynamic CP;
+            None: neither.
         ping_pong: whether DistCA runs two nano-batches.
         tolerance: DistCA's tolerance; None for the others.
     """
@@ -83,7 +88,7 @@ class Way:
     def __str__(self) -> str:
         if self.tolerance is not None:
             return f"{MODES[self.ping_pong]}, tolerance {self.tolerance:g}"
-        return PLAIN if self.size is None else f"{PEERS[self.scheduler]} of {self.size}"
+        return PLAIN if self.size is None else f"{_GROUPED[self.scheduler]} of {self.size}"
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,9 @@ def ways_of(ranks: int, longest: int, tolerances: Sequence[float]) -> list[Way]:
     # A group of one rank is plain Megatron.
     ways += [Way("per-document-cp", size) for size in sizes if size > 1]
     # On all ranks each document would be a round of its own.
-    ways += [Way("hybrid-cp", size) for size in sizes if size < ranks]
+    ways += [
+        Way(name, size) for name in ("hybrid-cp", "dynamic-cp") for size in sizes if size < ranks
+    ]
     ways += [Way("wlb-llm", size) for size in sizes]
     return ways + [
         Way("tiles", None, ping_pong, tolerance)
@@ -164,8 +171,11 @@ def parts_of(
     round_of = found.round_of_document
     starts = np.cumsum(lengths) - lengths
     return [
-        Part(documents_of(found.plan, chosen), starts[chosen])
-        for chosen in (np.flatnonzero(round_of == number) for number in range(found.rounds))
+        Part(documents_of(found.plan, chosen), starts[chosen], groups)
+        for chosen, groups in (
+            (np.flatnonzero(round_of == number), None if found.waits_for_all else of_ranks)
+            for number, of_ranks in enumerate(found.groups[: found.rounds])
+        )
     ]
 
 
@@ -184,9 +194,21 @@ def documents_of(plan: Plan, chosen: Int64s) -> Plan:
 
 
 def step_seconds(parts: Sequence[Part], found: Replayed, layers: int, rates: Rates) -> float:
-    """Returns the seconds of the busiest rank of each part, summed over parts."""
+    """Returns when the last rank has run a step's parts, in seconds; see `end_of_parts`."""
     tokens = np.array([part.plan.own_tokens_per_rank() for part in parts])
-    return float((tokens * rates.token + layers * found.seconds).max(axis=1).sum())
+    return end_of_parts(parts, tokens * rates.token + layers * found.seconds)
+
+
+def end_of_parts(parts: Sequence[Part], seconds: Floats) -> float:
+    """Returns when the last rank has run all parts: where all ranks wait for each other, the
+    seconds of the busiest rank of each part, summed over parts.
+
+    Args:
+        parts: the parts.
+        seconds: what each rank's parts take, `[parts, ranks]`.
+    """
+    groups = [part.groups for part in parts if part.groups is not None]
+    return end_of_rounds(seconds, np.array(groups) if groups else None)
 
 
 def measure_rates(setting: Setting, shape: AttentionShape, runs: int) -> Rates:
@@ -246,7 +268,7 @@ def measure(
             replayed[way] = found.fastest(replayed.get(way, found))
         for way in ways:
             parts, found = planned[way], replayed[way]
-            busiest = float(found.seconds.max(axis=1).sum())
+            busiest = end_of_parts(parts, found.seconds)
             yield Case(
                 setting.processes,
                 longest,
@@ -283,7 +305,12 @@ def column(cases: Sequence[Case], name: str) -> Floats:
 
 def peers_of(of_ways: dict[str, list[Case]]) -> dict[str, Floats]:
     """Returns the seconds of each peer's step in each batch; plain Megatron is no peer."""
-    names = [name for name in of_ways if name.startswith(tuple(PEERS.values()))]
+    return steps_of(of_ways, tuple(PEERS.values()))
+
+
+def steps_of(of_ways: dict[str, list[Case]], begins: tuple[str, ...]) -> dict[str, Floats]:
+    """Returns the seconds of a step in each batch, of the ways whose names begin so."""
+    names = [name for name in of_ways if name.startswith(begins)]
     return {name: column(of_ways[name], "step") for name in names}
 
 
@@ -317,7 +344,11 @@ def over_best_peer(cases: Sequence[Case]) -> str:
     """
     head = ["documents", "peer with the fastest mean", "MB sent, busiest rank"]
     groups, lines = grouped(cases), []
-    names = [name for name in next(iter(groups.values())) if name.startswith("DistCA")]
+    some = next(iter(groups.values()))
+    names = [name for name in some if name.startswith("DistCA")]
+    shows_dynamic = bool(steps_of(some, (DYNAMIC,)))
+    if shows_dynamic:
+        head.append(f"{DYNAMIC}, each batch's fastest: speed over each batch's fastest peer")
     for name in names:
         head += [f"{name}: speed over each batch's fastest peer", "MB sent, busiest rank"]
     for mix, of_ways in groups.items():
@@ -325,6 +356,9 @@ def over_best_peer(cases: Sequence[Case]) -> str:
         peer = min(peers, key=lambda name: float(peers[name].mean()))
         fastest = np.min([*peers.values()], axis=0)
         line = [mix, peer, f"{column(of_ways[peer], 'mb_sent').mean():.2f}"]
+        if shows_dynamic:
+            dynamic = np.min([*steps_of(of_ways, (DYNAMIC,)).values()], axis=0)
+            line.append(mean_and_range(fastest / dynamic, 3))
         for name in names:
             ratios = fastest / column(of_ways[name], "step")
             line += [mean_and_range(ratios, 3), f"{column(of_ways[name], 'mb_sent').mean():.2f}"]
@@ -354,7 +388,9 @@ def page(figures: dict[str, Any]) -> str:
         "",
         "*Core attention* is the busiest rank's in one layer, kernels and copies, forward and "
         "backward; where ranks wait for each other in between (rounds of hybrid CP, nano-batches), "
-        "it is summed over the busiest rank of each part. *Step* is the busiest rank's whole step "
+        "it is summed over the busiest rank of each part. In dynamic CP, which no release of "
+        "Megatron has and which is no peer here, the ranks of a group wait for each other before "
+        "a micro-batch, and the last rank's end counts. *Step* is the busiest rank's whole step "
         "likewise. Speeds are the other way's step seconds over this one's. Each batch has its own "
         "fastest peer, as if one knew beforehand which it is. Bytes are of one layer, forward and "
         "backward. "

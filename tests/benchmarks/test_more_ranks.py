@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.training.more_ranks import (
     Rates,
     Way,
     build_parser,
+    end_of_parts,
     grouped,
     over_best_peer,
     parts_of,
@@ -24,7 +26,8 @@ from benchmarks.training.more_ranks import (
 from benchmarks.training.setting import document_lengths
 from benchmarks.virtual_ranks import Part, Replayed, Rows, replay
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import validate_plan
+from distca.plan import Mask, validate_plan
+from distca.schedule import DynamicContextParallel, ScheduleConfig
 
 SHAPE = AttentionShape(2, 1, 8, 4)
 RATES = Rates(1e-5, 1e-8)
@@ -77,6 +80,34 @@ def test_ranks_wait_after_each_part() -> None:
     assert step_seconds([*both, *alone], found, 2, Rates(1.0, 1.0)) == 256 + 8 + 128 + 4
 
 
+def test_ranks_of_dynamic_cp_wait_for_their_group_alone() -> None:
+    """Micro-batches in which two groups of one rank, then one of both, then two run."""
+    lengths = np.array([256, 256])
+    groups = np.array([[0, 1], [0, 0], [0, 1]])
+    planned = [replace(parts(Way("packed"), lengths, 2)[0], groups=each) for each in groups]
+    seconds = np.array([[3.0, 4.0], [2.0, 1.0], [1.0, 5.0]])
+    # Both begin the second when the slower one has run the first.
+    assert end_of_parts(planned, seconds) == 4 + 1 + 5
+    found = Replayed(seconds, np.zeros(2, dtype=np.int64), 0.0)
+    assert step_seconds(planned, found, 1, Rates(1.0, 1.0)) == 4 + 1 + 5 + 3 * 256
+    with_all = [replace(part, groups=None) for part in planned]
+    assert end_of_parts(with_all, seconds) == 4 + 2 + 5
+
+
+def test_parts_of_dynamic_cp_have_its_groups() -> None:
+    lengths = np.array([900, 300, 31, 1, 180, 636])
+    config = ScheduleConfig(shape=SHAPE, context_parallel_size=2)
+    expected = DynamicContextParallel(config).plan_rounds(lengths, np.full(4, 512), Mask())
+    found = parts(Way("dynamic-cp", 2), lengths, 4)
+    assert [each.groups.tolist() for each in found] == expected.groups.tolist()
+    for part, of_ranks in zip(found, expected.groups, strict=True):
+        owners = part.plan.placement
+        assert len(part.plan.lengths)
+        for document in range(len(part.plan.lengths)):
+            assert len(set(of_ranks[owners.rank[owners.document == document]])) == 1
+    assert all(each.groups is None for each in parts(Way("hybrid-cp", 2), lengths, 4))
+
+
 @pytest.mark.parametrize(
     ("ranks", "longest", "expected"),
     [
@@ -85,7 +116,7 @@ def test_ranks_wait_after_each_part() -> None:
             1,
             [
                 *("plain Megatron", "per-document CP of 4", "per-document CP of 8"),
-                *("hybrid CP of 1", "hybrid CP of 4"),
+                *("hybrid CP of 1", "hybrid CP of 4", "dynamic CP of 1", "dynamic CP of 4"),
                 *("WLB-LLM of 1", "WLB-LLM of 4", "WLB-LLM of 8"),
                 *("DistCA, whole, tolerance 0.1", "DistCA, ping-pong, tolerance 0.1"),
             ],
@@ -125,6 +156,14 @@ def test_tables() -> None:
     assert {*peers_of(groups["pretrain"])} == {"hybrid CP of 4", "WLB-LLM of 1"}
     row = "| pretrain | WLB-LLM of 1 | 10.50 | 1.000 (1.000 to 1.000) | 10.50 |"
     assert over_best_peer(cases()).splitlines()[-1] == row
+    dynamic = [
+        Case(8, 1, "pretrain", seed, f"dynamic CP of {size}", 0.5, 1.25, step, 10.0, 40.0)
+        for size, steps in ((1, (1.0, 4.0)), (4, (2.0, 4.0)))
+        for seed, step in enumerate(steps)
+    ]
+    with_dynamic = over_best_peer(cases() + dynamic).splitlines()
+    assert with_dynamic[-1] == row.replace("10.50 | 1", "10.50 | 1.250 (0.500 to 2.000) | 1", 1)
+    assert "| dynamic CP, each batch's fastest: speed over each batch's fa" in with_dynamic[0]
     head, _, *rows = table(cases()).splitlines()
     assert "speed over plain Megatron" in head
     assert rows[1] == (

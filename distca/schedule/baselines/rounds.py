@@ -59,14 +59,25 @@ class RoundsPlan:
         Args:
             seconds: what each rank's rounds take, `[rounds, ranks]`.
         """
-        if self.waits_for_all:
-            return float(seconds.max(axis=1).sum())
-        clocks = np.zeros(self.plan.world_size)
-        for groups, each in zip(self.groups, seconds, strict=True):
-            starts = np.zeros_like(clocks)
-            np.maximum.at(starts, groups, clocks)
-            clocks = starts[groups] + each
-        return float(clocks.max())
+        return end_of_rounds(seconds, None if self.waits_for_all else self.groups)
+
+
+def end_of_rounds(seconds: Floats, groups: Int64s | None) -> float:
+    """Returns when the last rank has run all rounds.
+
+    Args:
+        seconds: what each rank's rounds take, `[rounds, ranks]`.
+        groups: first rank of each rank's group, whose ranks wait for each other before a round,
+            int64 `[rounds, ranks]`; None: all ranks do.
+    """
+    if groups is None:
+        return float(seconds.max(axis=1).sum())
+    clocks = np.zeros(seconds.shape[1])
+    for of_round, each in zip(groups, seconds, strict=True):
+        starts = np.zeros_like(clocks)
+        np.maximum.at(starts, of_round, clocks)
+        clocks = starts[of_round] + each
+    return float(clocks.max())
 
 
 class RoundScheduler(ABC):
