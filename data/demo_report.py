@@ -108,8 +108,8 @@ class Comparison:
         if ratio < 1.005:
             return []
         return [
-            f"DistCA's core attention has {ratio:.2f} times the pairs: documents stay whole",
-            "that plain Megatron cuts where a rank's tokens end.",
+            f"DistCA's core attention has {ratio:.2f} times the pairs, because it keeps documents",
+            "whole. Plain Megatron cuts them where a rank's tokens end.",
         ]
 
     def _of_the_mean_rank(self) -> list[str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHARGED = (
     "All systems have the same charges: links reach {links:.0%} and copies {copies:.0%} of their "
-    "speed,\nexchanges take {interference:.0%} of compute."
+    "speed.\nWhile an exchange runs, it takes {interference:.0%} of a GPU's compute."
 )
 COPY_ENGINES = (
     "DistCA's are puts of the host, which take\nnone, but a launch for each message "
@@ -35,10 +35,10 @@ COPY_ENGINES = (
 _WIDTH = 40
 """Characters of a line on a bar."""
 RANGES = (
-    "DistCA over it: the speed over these batches, and the 95% confidence interval of the mean "
-    "over many\nbatches. An interval that includes 1 means no clear difference. It does not "
-    "contain the simulator's own\nerror: {error:.1%} of a step in the median, against runs on "
-    "CPUs."
+    "DistCA over it: DistCA's speed divided by this system's, in these batches. In brackets: the "
+    "95%\nconfidence interval of its mean over many batches. An interval that includes 1 means no "
+    "clear difference.\nThe interval does not contain the simulator's own error, {error:.1%} of a "
+    "step in the median against\nruns on CPUs."
 )
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "
@@ -183,8 +183,8 @@ def format_parts(parts: Mapping[str, Breakdown]) -> str:
     for system, each in parts.items():
         less = sorted(each.less_for_a_percent().items(), key=lambda item: item[1])
         if system in DISTCA_SYSTEMS and less:
-            found = ", or ".join(f"{share:.0%} less of {PARTS[part]}" for part, share in less)
-            lines.append(f"To save 1% of its time, {TITLES[system]} would need {found}.")
+            found = ", or ".join(f'{share:.0%} less "{PARTS[part]}"' for part, share in less)
+            lines.append(f'To take 1% less time, "{TITLES[system]}" would need {found}.')
     return "\n".join(lines)
 
 

@@ -251,16 +251,17 @@ def what_a_sample_is(candidate: Candidate, workload: Workload) -> str:
         size = candidate.data * tokens
         alone = ", and a longer document has one alone" if size < workload.context else ""
         return (
-            "A sample is --seq-length tokens of one rank here, the mean of its micro-batches: "
-            f"server pools share documents out over {candidate.micro_batches:,} micro-batches of "
-            f"about {size:,} tokens on all ranks{alone}."
+            "In these flags a sample is --seq-length tokens of one rank, the mean of its "
+            f"micro-batches. Server pools divide the documents into {candidate.micro_batches:,} "
+            f"micro-batches of about {size:,} tokens on all ranks{alone}."
         )
     held = counted(sequences_of_a_window(candidate, workload), "sequence")
-    window = f"a window, one sample of each data-parallel rank ({candidate.data:,} in all), holds"
+    window = f"One sample of each of the {candidate.data:,} data-parallel ranks makes a window"
+    makes = f"{window}, which holds"
     if candidate.chain > 1:
-        window = f"a chain's {candidate.chain} windows, {candidate.data:,} samples each, hold"
+        makes = f"{window}. The {candidate.chain} windows of a chain hold"
     return (
-        f"A sample is --seq-length tokens of one rank here: {window} {held} of "
+        f"In these flags a sample is --seq-length tokens of one rank. {makes} {held} of "
         f"{workload.context:,} tokens."
     )
 

@@ -136,9 +136,9 @@ def test_the_answer(choices: list[Choice], line: str, flags: list[str]) -> None:
     verdict = Verdict.of(choices)
     assert str(verdict) == line
     lines = verdict.how_to_train(JOB)
-    notes = ("    ", "A sample is ", "--distca-node-gb-per-s and", "With --hidden-dropout")
+    notes = ("    ", "In these flags ", "--distca-node-gb-per-s and", "With --hidden-dropout")
     titles = [each for each in lines if not each.startswith(notes)]
-    assert ("pretrain_gpt.py" in flags) == any(each.startswith("A sample is") for each in lines)
+    assert ("pretrain_gpt.py" in flags) == any(each.startswith("In these flags ") for each in lines)
     assert [title.split(" for ")[0] for title in titles] == [f"Flags of {each}" for each in flags]
 
 
@@ -156,7 +156,7 @@ def test_the_simulators_error_is_that_of_the_layout(candidate: dict[str, int], e
     verdict = Verdict.of([choice("plain", [1.025] * 3), ours])
     assert str(verdict).startswith("Use DistCA" if error == "1.8%" else "No clear difference")
     assert str(verdict).count(f"error: {error}") == (error == "3.8%")
-    assert f"error: {error} of a step" in "\n".join(assumptions(JOB, 3, verdict))
+    assert f"own error, {error} of a step" in "\n".join(assumptions(JOB, 3, verdict))
 
 
 def test_the_printed_speeds_of_links_are_explained() -> None:

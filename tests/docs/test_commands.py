@@ -125,7 +125,7 @@ OF_OLDER_CODE = re.compile(r" --(most-promising|sweep-batches) \d+")
 BLOCKS = {
     "iteration 2/2 | lm loss": "test_step_log.py has the line",
     "steps 2 to 15, per step": "test_the_quick_starts_comparison",
-    "load max/mean   2.622": "test_the_figures_of_one_plan",
+    "load max/mean   2.097": "test_the_figures_of_one_plan",
     "--seq-length was 1024, now 512": "test_the_message_of_another_length",
     "--": "test_flags_in_blocks",
     "from megatron_patches.megatron_lm import": "test_megatron_lm.py",
@@ -324,7 +324,11 @@ def test_the_figures_of_one_plan(typed: Typed) -> None:
         assert re.search(
             rf"\[{scheduler}\b[^\]]*: servers have [\d.]+ to {float(after):.2f} times", concepts
         )
+    (first, *_) = re.findall(r"^    (distca plan .*)$", planning, re.MULTILINE)
+    (line,) = re.findall(r"^  load max/mean .*$", typed.printed_by(first), re.MULTILINE)
     assert f"    {line}\n" in planning
+    for figure in re.findall(r"\d\.\d{3}", line)[:3]:
+        assert f"{figure} is" in planning or f"{figure} its" in planning
     before, after = (float(each) for each in figures["tiles"])
     assert f"which has {before:.1f} times an equal share" in helps
     assert f"`tiles` the busiest rank has {after:.1f} times an equal" in helps

@@ -383,8 +383,8 @@ def test_figures_in_sentences() -> None:
     assert f"{medians[0]:.1f}%" == f"{SIMULATORS_ERROR:.1%}"
     assert medians[0] > medians[1], "SIMULATORS_ERROR is the larger one"
     assert (
-        f"{medians[0]:.1f}% in the median and {most[0]:.1f}% at most without pipelines, by "
-        f"{medians[1]:.1f}% and {most[1]:.1f}% with two stages"
+        f"two processes: {medians[0]:.1f}% in the median, {most[0]:.1f}% at most; with two "
+        f"pipeline stages {medians[1]:.1f}% and {most[1]:.1f}%"
     ) in words_of("docs/when_it_helps.md")
     file = json.loads((RESULTS / "simulator.json").read_text())
     names = [each.name for each in fields(Prediction)]
@@ -393,8 +393,8 @@ def test_figures_in_sentences() -> None:
     one_stage = [p for p in found if p.stages == 1 and p.mode in ("", MODES[1])]
     of_ways = ratio_errors(one_stage)
     flattered = (
-        "in one stage without ping-pong, its predicted speed over another system's is "
-        f"{median(of_ways):.1%} too high in the median, {min(of_ways):.1%} to {max(of_ways):.1%}"
+        "With one stage and no ping-pong, ratios of DistCA's speed to other systems' are predicted "
+        f"{min(of_ways):.1%} to {max(of_ways):.1%} too high, in the median {median(of_ways):.1%}"
     )
     assert flattered in words_of(HELPS)
     assert flattered in words_of("README.md")
@@ -477,10 +477,10 @@ def test_pools_on_real_processes() -> None:
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in ours.values()]
     error = median(errors)
     assert f"{error:.1%}" == f"{POOLS_ERROR:.1%}"
-    said = f"{error:.1%} and {max(errors):.1%} on four processes, with and without server pools or"
-    assert said in words_of(HELPS)
+    assert "four processes, some with [server pools]" in words_of(HELPS)
+    assert f": {error:.1%} and {max(errors):.1%} ([pools]" in words_of(HELPS)
     assert (
-        "On four processes, with and without server pools or shared heads, they are off by "
+        "With four processes, some with server pools or shared heads, it is "
         f"{error:.1%} and {max(errors):.1%} ([pools]"
     ) in words_of("README.md")
     clear = f"by more than {SIMULATORS_ERROR:.1%} ({POOLS_ERROR:.1%} if DistCA's layout has pools"

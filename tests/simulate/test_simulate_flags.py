@@ -337,7 +337,7 @@ def test_megatron_refuses_some_of_hybrid_context_parallelism() -> None:
 def printed_flags(text: str) -> list[str]:
     """What a shell makes of the lines below the table, which a sentence ends."""
     title = next(line for line in text.splitlines() if line.startswith("Flags of pretrain_gpt.py"))
-    flags, _, sentence = text[text.index(title) + len(title) :].partition("\nA sample is ")
+    flags, _, sentence = text[text.index(title) + len(title) :].partition("\nIn these flags ")
     assert sentence.splitlines()[0].endswith(" tokens.")
     return shlex.split(flags.replace("\\\n", " "))
 
@@ -363,7 +363,7 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
     args = parsed(flags, workload)
     check(args, candidate, workload)
     # The last line counts the tokens of a window as the flags do.
-    (ranks, sequences, tokens) = re.findall(r"([\d,]+) (?:in all|sequences? of|tokens)", text)[-3:]
+    (ranks, sequences, tokens) = re.findall(r"([\d,]+) (?:data-|sequences? of|tokens)", text)[-3:]
     held = int(sequences) * int(tokens.replace(",", ""))
     assert int(ranks) * args.seq_length == held == args.data_parallel_size * args.seq_length
 
@@ -373,7 +373,8 @@ def test_what_a_sample_is_in_a_chain() -> None:
     args = parsed(shlex.split(" ".join(training_flags(candidate, WORKLOAD))), WORKLOAD)
     assert 2 * 4 * args.seq_length == WORKLOAD.context
     assert what_a_sample_is(candidate, WORKLOAD) == (
-        "A sample is --seq-length tokens of one rank here: a chain's 2 windows, 4 samples each, "
+        "In these flags a sample is --seq-length tokens of one rank. One sample of each of the 4 "
+        "data-parallel ranks makes a window. The 2 windows of a chain "
         "hold 1 sequence of 8,192 tokens."
     )
 
