@@ -11,7 +11,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from distca.prefill.client import PrefillClient
 from distca.prefill.messages import Hello
 from distca.schedule.serving.handoff.protocol import Transfer
 from distca.vllm.settings import Settings, checked_settings, engine_facts
-from distca.vllm.stats import PrefillMetrics, PrefillStats
+from distca.vllm.stats import PrefillMetrics, PrefillStats, Tally
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,7 +74,7 @@ class Load:
     salt: bytes
 
 
-@dataclass
+@dataclass(frozen=True)
 class Loads(KVConnectorMetadata):
     """What the scheduler's connector tells the workers' with a step.
 
@@ -84,9 +84,13 @@ class Loads(KVConnectorMetadata):
         idle: whether the step computes nothing.
     """
 
-    begin: list[Load] = field(default_factory=list)
-    cancel: list[int] = field(default_factory=list)
+    begin: Sequence[Load] = ()
+    cancel: Sequence[int] = ()
     idle: bool = False
+
+
+_NOTHING = {idle: Loads(idle=idle) for idle in (False, True)}
+"""What is told with most steps."""
 
 
 class DistCAConnector(KVConnectorBase_V1, SupportsHMA):
@@ -101,8 +105,9 @@ class DistCAConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settings, scheduler = checked_settings(vllm_config), role == KVConnectorRole.SCHEDULER
-        self._asks = _Asks(vllm_config, settings) if scheduler else None
-        self._loads = None if scheduler else _Writes(vllm_config, settings, kv_cache_config)
+        tally = self._tally = Tally()
+        self._asks = _Asks(vllm_config, settings, tally) if scheduler else None
+        self._loads = None if scheduler else _Writes(vllm_config, settings, kv_cache_config, tally)
 
     # Of vLLM's scheduler.
 
@@ -164,9 +169,7 @@ class DistCAConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> PrefillStats | None:
         """Returns what was counted since the last call."""
-        half = self._asks or self._loads
-        assert half is not None
-        return half.stats.take()
+        return self._tally.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefillStats:
@@ -185,6 +188,10 @@ class DistCAConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._loads is not None
         self._loads.connect(kv_caches)
 
+    def has_connector_metadata(self) -> bool:
+        """Says that layers have nothing to load or to save: vLLM calls no connector in them."""
+        return False
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Begins the loads of a step."""
         assert self._loads is not None
@@ -195,8 +202,7 @@ class DistCAConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Writes what has come; returns the requests whose loads have ended, or failed."""
         assert self._loads is not None
-        ended, failed = self._loads.ended()
-        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+        return self._loads.ended()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: requests run once all of their layers are loaded."""
@@ -223,9 +229,10 @@ class _Asks:
     Args:
         config: vLLM's configuration.
         settings: settings of the connector.
+        tally: counts for vLLM.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings) -> None:
+    def __init__(self, config: VllmConfig, settings: Settings, tally: Tally) -> None:
         self._least = settings.min_tokens
         name = f"{config.kv_transfer_config.engine_id}, scheduler"
         # It asks for nothing, but knows whether the ranks work.
@@ -243,7 +250,7 @@ class _Asks:
         # that vLLM computes itself.
         self._asked: dict[str, int] = {}
         self._declined: set[str] = set()
-        self.stats = PrefillStats()
+        self._tally = tally
 
     def wanted(self, request: Request, computed: int) -> int | None:
         """Tokens of a request that are asked for; 0: vLLM computes it, None: they come already."""
@@ -262,7 +269,7 @@ class _Asks:
         # vLLM asks again for a request that found no room.
         if name not in self._declined:
             self._declined.add(name)
-            self.stats.decline(reason)
+            self._tally.counts.decline(reason)
         return 0
 
     def _comes(self, request: Request) -> bool:
@@ -302,7 +309,7 @@ class _Asks:
         """Asks for the last `count` tokens of a request before its last one."""
         name = request.request_id
         self._asked[name] = request.num_preemptions
-        self.stats.ask(count)
+        self._tally.counts.ask(count)
         tokens = list(request.all_token_ids)[: request.num_tokens - 1]
         salt = (request.cache_salt or "").encode()
         start = len(tokens) - count
@@ -313,6 +320,8 @@ class _Asks:
 
     def take(self, idle: bool) -> Loads:
         """Returns what workers receive with the next step."""
+        if not (self._begun or self._cancelled):
+            return _NOTHING[idle]
         loads = Loads(self._begun, self._cancelled, idle)
         self._begun, self._cancelled = [], []
         return loads
@@ -346,10 +355,13 @@ class _Writes:
         config: vLLM's configuration.
         settings: settings of the connector.
         kept: vLLM's groups of layers. Each group has its own blocks.
+        tally: counts for vLLM.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings, kept: KVCacheConfig) -> None:
-        self._config, self._settings = config, settings
+    def __init__(
+        self, config: VllmConfig, settings: Settings, kept: KVCacheConfig, tally: Tally
+    ) -> None:
+        self._config, self._settings, self._tally = config, settings, tally
         # For each group of layers tokens of a block.
         self._sizes = [each.kv_cache_spec.block_size for each in kept.kv_cache_groups]
         self._group_of = {
@@ -365,7 +377,6 @@ class _Writes:
         self._begun: dict[Transfer, float] = {}
         # Each worker of a tensor-parallel engine loads a part of the same prompts.
         self._counts = False
-        self.stats = PrefillStats()
 
     def connect(self, caches: dict[str, torch.Tensor]) -> None:
         """Takes the blocks of each layer, and waits for the ranks.
@@ -430,24 +441,24 @@ class _Writes:
             self._begun[transfer] = time.monotonic()
             self._client.begin(transfer, load.tokens, load.start, load.priority, load.salt)
 
-    def ended(self) -> tuple[set[str], set[str]]:
+    def ended(self) -> KVConnectorTransferResults:
         """Writes what has come; returns requests whose loads have ended, and which have failed."""
-        requests, failed = set[str](), set[str]()
+        results = KVConnectorTransferResults()
         # Most of vLLM's steps have nothing to load, and should cost nothing here.
         if self._client is None or (self._client.idle and not self._loads):
-            return requests, failed
+            return results
         for each in self._client.poll(_IDLE_SECONDS if self._idle and self._loads else 0.0):
             load = self._loads.pop(each.transfer)
             del self._blocks[each.transfer]
-            requests.add(load.request)
+            results.finished_recving.add(load.request)
             if self._counts:
                 seconds = time.monotonic() - self._begun[each.transfer]
-                self.stats.end(each.outcome, len(load.tokens) - load.start, seconds)
+                self._tally.counts.end(each.outcome, len(load.tokens) - load.start, seconds)
             del self._begun[each.transfer]
             if each.outcome == "failed":
                 logger.warning("DistCA: %s is not loaded: %s", load.request, each.failure)
-                failed.add(load.request)
-        return requests, failed
+                results.failed_recving.add(load.request)
+        return results
 
     def close(self) -> None:
         if self._client is not None:
@@ -457,7 +468,7 @@ class _Writes:
         self, transfer: Transfer, layer: int, at: Int64s, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Writes rows into blocks, whatever layout they have: by the layer's own backend."""
-        self.stats.receive(keys.nbytes + values.nbytes)
+        self._tally.counts.receive(keys.nbytes + values.nbytes)
         (module, cache), group = self._layers[layer], self._group_of[layer]
         positions, size = torch.from_numpy(at), self._sizes[group]
         blocks = self._blocks[transfer][group][positions // size]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,12 @@ from distca.prefill.client import Outcome
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_COUNTS = ("declined", "asked", "ended")
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 """Upper bounds of the histogram of seconds."""
 
 
 class PrefillStats(KVConnectorStats):
-    """Counts since they were last taken. vLLM adds up those of its scheduler and workers.
+    """Counts of some steps. vLLM adds up those of its scheduler and workers.
 
     Its `data` has, as vLLM sends it between processes:
 
@@ -39,26 +37,30 @@ class PrefillStats(KVConnectorStats):
         super().__init__()
         self.reset()
         if data:
-            for name in _COUNTS:
-                self.data[name].update(data[name])
-            self.data |= {name: data[name] for name in ("tokens", "bytes", "seconds")}
+            self._add(data)
 
     def reset(self) -> None:
         """Starts counting again."""
-        self.data: dict[str, Any] = {name: Counter() for name in _COUNTS}
-        self.data |= {"tokens": 0, "bytes": 0, "seconds": []}
+        self.data: dict[str, Any] = {
+            "declined": {},
+            "asked": {},
+            "ended": {},
+            "tokens": 0,
+            "bytes": 0,
+            "seconds": [],
+        }
 
     def decline(self, reason: str) -> None:
         """Counts a request that vLLM computes itself."""
-        self.data["declined"][reason] += 1
+        _count(self.data["declined"], {reason: 1})
 
     def ask(self, tokens: int) -> None:
         """Counts a request that prefill ranks are asked for."""
-        self.data["asked"].update(requests=1, tokens=tokens)
+        _count(self.data["asked"], {"requests": 1, "tokens": tokens})
 
     def end(self, outcome: Outcome, tokens: int, seconds: float) -> None:
         """Counts a load that has ended."""
-        self.data["ended"][outcome] += 1
+        _count(self.data["ended"], {outcome: 1})
         if outcome == "loaded":
             self.data["tokens"] += tokens
             self.data["seconds"].append(seconds)
@@ -67,46 +69,61 @@ class PrefillStats(KVConnectorStats):
         """Counts bytes that a worker received."""
         self.data["bytes"] += count
 
-    def take(self) -> PrefillStats | None:
-        """Returns what was counted, and starts again; None: there is nothing."""
-        if self.is_empty():
-            return None
-        taken = PrefillStats(self.data)
-        self.reset()
-        return taken
-
     def is_empty(self) -> bool:
         """Returns whether nothing was counted."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> PrefillStats:
         """Adds what another process counted."""
-        for name in _COUNTS:
-            self.data[name].update(other.data[name])
-        for name in ("tokens", "bytes", "seconds"):
-            self.data[name] += other.data[name]
+        self._add(other.data)
         return self
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the counts as plain values."""
-        return {
-            name: dict(value) if isinstance(value, Counter) else value
-            for name, value in self.data.items()
-        }
+    def _add(self, data: Mapping[str, Any]) -> None:
+        for name in ("declined", "asked", "ended"):
+            _count(self.data[name], data[name])
+        for name in ("tokens", "bytes", "seconds"):
+            self.data[name] += data[name]
 
     def reduce(self) -> dict[str, int | float]:
         """Returns what stands in a line of vLLM's log."""
         asked, ended, seconds = (self.data[name] for name in ("asked", "ended", "seconds"))
         return {
-            "prompts asked for": asked["requests"],
-            "loaded": ended["loaded"],
-            "failed": ended["failed"],
-            "cancelled": ended["cancelled"],
+            "prompts asked for": asked.get("requests", 0),
+            "loaded": ended.get("loaded", 0),
+            "failed": ended.get("failed", 0),
+            "cancelled": ended.get("cancelled", 0),
             "computed by vLLM": sum(self.data["declined"].values()),
             "tokens loaded": self.data["tokens"],
             "MB": round(self.data["bytes"] / 1e6, 1),
             "median seconds": round(statistics.median(seconds), 3) if seconds else 0.0,
         }
+
+
+def _count(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
+
+
+class Tally:
+    """Counts of a half of the connector until vLLM takes them, which it does twice in each step.
+
+    Most steps count nothing, and should cost nothing here.
+    """
+
+    def __init__(self) -> None:
+        self._counts: PrefillStats | None = None
+
+    @property
+    def counts(self) -> PrefillStats:
+        """What was counted since the last `take`."""
+        if self._counts is None:
+            self._counts = PrefillStats()
+        return self._counts
+
+    def take(self) -> PrefillStats | None:
+        """Returns what was counted, and starts again; None: there is nothing."""
+        taken, self._counts = self._counts, None
+        return taken
 
 
 class PrefillMetrics(KVConnectorPromMetrics):

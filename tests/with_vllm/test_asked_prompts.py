@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: launch/test.sh -
 
 from distca.vllm import connector
 from distca.vllm.settings import Settings
+from distca.vllm.stats import Tally
 
 LEAST, CAPACITY = 100, 9999
 
@@ -22,7 +23,7 @@ def asks(monkeypatch: pytest.MonkeyPatch) -> connector._Asks:
     monkeypatch.setattr(connector, "PrefillClient", lambda *_: ranks)
     monkeypatch.setattr(connector, "engine_facts", lambda _: {})
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="test"))
-    return connector._Asks(config, Settings("tcp://127.0.0.1:1", LEAST))
+    return connector._Asks(config, Settings("tcp://127.0.0.1:1", LEAST), Tally())
 
 
 def hashes(tokens: list[int]) -> list[bytes]:
@@ -91,7 +92,7 @@ def test_what_ranks_do_not_compute_is_declined_once(
 ) -> None:
     for _ in range(2):
         assert asks.wanted(a_request(**changes), 0) == 0
-    assert asks.stats.take().data["declined"] == {reason: 1}
+    assert asks._tally.take().data["declined"] == {reason: 1}
     assert asks.wanted(a_request(request_id="two"), 0) == 499
 
 
@@ -137,3 +138,43 @@ def test_a_request_asks_itself_once_the_first_one_has_gone(asks: connector._Asks
     asks.forget("one")
     assert asks.take(idle=False).cancel == [0]
     assert asks.wanted(again, 0) == 499
+
+
+def test_steps_without_loads_tell_one_and_the_same_nothing(asks: connector._Asks) -> None:
+    for idle in (False, True):
+        nothing = asks.take(idle=idle)
+        assert nothing == connector.Loads(idle=idle)
+        assert asks.take(idle=idle) is nothing
+    assert asks.wanted(a_request(LEAST - 1), 0) == 0
+    assert asks.take(idle=False) is asks.take(idle=False)
+
+
+def test_counts_are_taken_once(asks: connector._Asks) -> None:
+    assert asks._tally.take() is None
+    asks.wanted(a_request(LEAST - 1), 0)
+    taken = asks._tally.take()
+    assert taken is not None
+    assert asks._tally.take() is None
+    asks.wanted(a_request(LEAST - 1, request_id="two"), 0)
+    for found in (taken, asks._tally.take()):
+        assert found.data["declined"] == {"short": 1}
+
+
+def test_layers_do_not_call_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.model_executor.layers.attention import attention, kv_transfer_utils
+
+    def fail(*args: object) -> None:
+        raise AssertionError(f"called with {args}")
+
+    of_worker = object.__new__(connector.DistCAConnector)
+    of_worker.bind_connector_metadata(connector.Loads())
+    for name in ("wait_for_layer_load", "save_kv_layer"):
+        monkeypatch.setattr(connector.DistCAConnector, name, fail)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", of_worker)
+    monkeypatch.setattr(attention, "get_attention_context", lambda _: ({}, None, None, None))
+
+    def layer(layer_name: str) -> str:
+        return layer_name
+
+    assert kv_transfer_utils.maybe_transfer_kv_layer(layer)("one") == "one"

@@ -411,6 +411,7 @@ OF_VLLM = {
 def test_a_step_without_loads_costs_nothing() -> None:
     from distca.vllm import connector
     from distca.vllm.settings import Settings
+    from distca.vllm.stats import Tally
 
     polled: list[float] = []
 
@@ -418,8 +419,8 @@ def test_a_step_without_loads_costs_nothing() -> None:
         polled.append(seconds)
         return []
 
-    one, nothing = SimpleNamespace(kv_cache_groups=[]), (set(), set())
-    writes = connector._Writes(SimpleNamespace(), Settings("tcp://127.0.0.1:1"), one)
+    one, nothing = SimpleNamespace(kv_cache_groups=[]), connector.KVConnectorTransferResults()
+    writes = connector._Writes(SimpleNamespace(), Settings("tcp://127.0.0.1:1"), one, Tally())
     assert writes.ended() == nothing
     client: Any = SimpleNamespace(idle=True, poll=poll)
     writes._client = client
@@ -435,6 +436,7 @@ def test_rows_that_a_window_has_left_are_not_written() -> None:
     """Layer 0 keeps all of a prompt, and layer 1 its last block of two tokens alone."""
     from distca.vllm import connector
     from distca.vllm.settings import Settings
+    from distca.vllm.stats import Tally
 
     written: list[tuple[list[float], list[int]]] = []
 
@@ -449,7 +451,7 @@ def test_rows_that_a_window_has_left_are_not_written() -> None:
         for n in range(2)
     ]
     settings, kept = Settings("tcp://127.0.0.1:1"), SimpleNamespace(kv_cache_groups=groups)
-    writes = connector._Writes(SimpleNamespace(), settings, kept)
+    writes = connector._Writes(SimpleNamespace(), settings, kept, Tally())
     module = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
     writes._layers = {n: (module, torch.zeros(1)) for n in range(2)}
     client: Any = SimpleNamespace(begin=lambda *_: None)
