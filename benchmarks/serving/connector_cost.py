@@ -1,14 +1,17 @@
-"""What vLLM's connector costs requests that it does not take: CPU seconds over vLLM alone.
+"""What vLLM's connector costs requests that it does not take: CPU seconds over vLLM without it.
 
     python benchmarks/serving/connector_cost.py --output DIR
 
-It runs in an environment that has vLLM (`launch/setup.sh vllm` makes one for CPUs). vLLM's engine
-answers the same short prompts twice in one process, with its connector and after that was taken out
-of its scheduler and its worker, or the other way round. Two processes would differ by up to a tenth
-with where their memory lies, which is more than what is measured. The prefill ranks are connected
-meanwhile. The engine alone is measured: a server's routes, which know nothing of connectors, would
-make the ratio smaller. With the connector all threads of the process count, without it the one that
-computes: the others are the connector's.
+It runs in an environment that has vLLM (`launch/setup.sh vllm` makes one for CPUs). One engine of
+vLLM answers the same short prompts three times. Each of its steps runs once with our connector,
+once with a connector that does nothing, and once with none, in an order that is drawn: two
+processes, or two moments, would differ by more than what is measured. The prefill ranks are
+connected meanwhile. The engine alone is measured: a server's routes, which know nothing of
+connectors, would make the ratios smaller.
+
+The thread that computes counts, and with our connector also the threads that the connector has.
+The other threads of the process are those of torch's process groups: vLLM has them without a
+connector, too.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import importlib.util
 import multiprocessing
 import os
 import platform
+import random
 import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -34,8 +39,6 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.serving.http_servers import write_model
 from benchmarks.serving.vllm_prefill import (
-    ALONE,
-    CONNECTED,
     MIN_TOKENS,
     POSITIONS,
     draw,
@@ -52,19 +55,23 @@ SHORT, LONG = 0.0, 1.0
 WARM = 3
 """Rounds that are not counted."""
 
+OURS, NOTHING, NONE = "our connector", "a connector that does nothing", "no connector"
+WAYS = (OURS, NOTHING, NONE)
+
 Round = dict[str, float]
-"""CPU seconds of both ways."""
+"""CPU seconds of each way."""
 
 
 class Engine:
-    """vLLM in this process, whose connector comes and goes.
+    """vLLM in this process, whose connector changes from step to step.
 
     Args:
         folder: folder of the model.
         address: where the prefill ranks listen.
+        seed: draws the orders of the ways.
     """
 
-    def __init__(self, folder: str, address: str) -> None:
+    def __init__(self, folder: str, address: str, seed: int) -> None:
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -88,52 +95,132 @@ class Engine:
             max_num_batched_tokens=2048,
             kv_transfer_config=KVTransferConfig(**transfer_config(address)),
         )
-        self._worker = kv_transfer_state
+        self._worker, self._chance = kv_transfer_state, random.Random(seed)
         self._scheduler = self._model.llm_engine.engine_core.engine_core.scheduler
-        self._connectors = self._scheduler.connector, self._worker._KV_CONNECTOR_AGENT
+        ours = self._scheduler.connector, self._worker._KV_CONNECTOR_AGENT
+        self._connectors = {OURS: ours, NOTHING: idle_connectors(ours[0]), NONE: (None, None)}
+        self._step, self._model.llm_engine.step = self._model.llm_engine.step, self._timed_step
+        # Ways of the steps of a load, one for each time that it is answered.
+        self._orders: list[list[str]] = []
+        self._turn = self._steps = 0
+        self._seconds = dict.fromkeys(WAYS, 0.0)
 
     @property
     def asked(self) -> int:
         """Prompts that the ranks were asked for."""
-        return int(self._connectors[0]._asks._next)
+        return int(self._connectors[OURS][0]._asks._next)
 
     def wait(self) -> None:
         """Waits until its scheduler and its worker know the ranks."""
-        scheduler, worker = self._connectors
+        scheduler, worker = self._connectors[OURS]
         due = time.monotonic() + 300
         while not (scheduler._asks._client.ready and worker._loads._client.ready):
             assert time.monotonic() < due, "the ranks are not connected"
             time.sleep(0.1)
 
-    def answer(self, way: str, load: Sequence[Any]) -> tuple[float, list[str]]:
-        """CPU seconds in which it answers a load, and its answers."""
+    def _timed_step(self) -> Any:
+        if self._steps == len(self._orders):
+            self._orders.append(self._chance.sample(WAYS, len(WAYS)))
+        way = self._orders[self._steps][self._turn]
+        self._steps += 1
+        self._scheduler.connector, self._worker._KV_CONNECTOR_AGENT = self._connectors[way]
+        before = time.thread_time()
+        found = self._step()
+        self._seconds[way] += time.thread_time() - before
+        return found
+
+    def answer(self, load: Sequence[Any]) -> tuple[Round, list[list[str]]]:
+        """CPU seconds in which it answers a load in each way, and its answers of all times."""
         from vllm import SamplingParams
 
-        there = self._connectors if way == CONNECTED else (None, None)
-        self._scheduler.connector, self._worker._KV_CONNECTOR_AGENT = there
-        self._model.reset_prefix_cache()
         sampling = [
             SamplingParams(temperature=0, max_tokens=each.tokens, ignore_eos=True) for each in load
         ]
-        clock = time.process_time if way == CONNECTED else time.thread_time
-        before = clock()
-        found = self._model.generate([each.prompt for each in load], sampling, use_tqdm=False)
-        return clock() - before, [each.outputs[0].text for each in found]
+        self._orders, self._seconds, answers = [], dict.fromkeys(WAYS, 0.0), []
+        whole, others = time.thread_time(), thread_seconds()
+        for self._turn in range(len(WAYS)):
+            self._steps = 0
+            self._model.reset_prefix_cache()
+            found = self._model.generate([each.prompt for each in load], sampling, use_tqdm=False)
+            answers.append([each.outputs[0].text for each in found])
+        # What is no step, and the time of other threads, is that of a third of these moments.
+        rest = time.thread_time() - whole - sum(self._seconds.values())
+        seconds = {way: self._seconds[way] + rest / len(WAYS) for way in WAYS}
+        seconds[OURS] += (thread_seconds() - others) / len(WAYS)
+        return seconds, answers
+
+    def load(self, load: Sequence[Any]) -> None:
+        """Answers a load with our connector alone."""
+        self._orders = [[OURS]] * 1000
+        self._turn = self._steps = 0
+        self._model.generate([each.prompt for each in load], use_tqdm=False)
+
+
+def idle_connectors(ours: Any) -> tuple[Any, Any]:
+    """Connectors of vLLM's base class that do nothing, of its scheduler and of its worker.
+
+    Args:
+        ours: our connector of the scheduler.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    class Idle(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
+        _metadata = base.KVConnectorMetadata()
+
+        def get_num_new_matched_tokens(self, *_: Any) -> tuple[int, bool]:
+            return 0, False
+
+        def update_state_after_alloc(self, *_: Any) -> None:
+            pass
+
+        def build_connector_meta(self, _: Any) -> Any:
+            return self._metadata
+
+        def request_finished_all_groups(self, *_: Any) -> tuple[bool, None]:
+            return False, None
+
+        def start_load_kv(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def wait_for_layer_load(self, _: Any) -> None:
+            pass
+
+        def save_kv_layer(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def wait_for_save(self) -> None:
+            pass
+
+    scheduler, worker = (
+        Idle(ours._vllm_config, role, ours._kv_cache_config)
+        for role in (base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER)
+    )
+    return scheduler, worker
+
+
+def thread_seconds() -> float:
+    """CPU seconds of the threads that our connector has: of its clients, and of ZeroMQ."""
+    clients = {each.native_id for each in threading.enumerate() if each.name == "distca prefill"}
+    assert len(clients) == 2, "those of the scheduler and of the worker"
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) in clients or (task / "comm").read_text().startswith("ZMQbg"):
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
 
 
 def measure(pipe: Connection, folder: str, address: str, args: Any, seed: int) -> None:
-    """Answers in both ways, in all rounds: the main function of the engine's process."""
-    engine = Engine(folder, address)
+    """Answers in all ways, in all rounds: the main function of the engine's process."""
+    engine = Engine(folder, address, seed)
     engine.wait()
-    engine.answer(CONNECTED, draw(1, LONG, 2 * MIN_TOKENS, 1.0, seed))
+    engine.load(draw(1, LONG, 2 * MIN_TOKENS, 1.0, seed))
     assert engine.asked == 1, "the ranks are not connected"
     rounds = []
     for number in range(WARM + args.rounds):
         load = draw(args.requests, SHORT, MIN_TOKENS, 1.0, 1000 * seed + number)
-        ways = (ALONE, CONNECTED) if number % 2 else (CONNECTED, ALONE)
-        found = {way: engine.answer(way, load) for way in ways}
-        assert found[ALONE][1] == found[CONNECTED][1], "other answers"
-        rounds.append({way: seconds for way, (seconds, _) in found.items()})
+        seconds, answers = engine.answer(load)
+        assert all(each == answers[0] for each in answers), "other answers"
+        rounds.append(seconds)
     assert engine.asked == 1, "short requests went to the ranks"
     pipe.send(rounds[WARM:])
 
@@ -155,49 +242,60 @@ def compare(folder: str, args: Any, seed: int) -> list[Round]:
     return rounds
 
 
-def ratio(rounds: Sequence[Round]) -> float:
-    """CPU seconds with the connector over those without: the median of the rounds."""
-    return statistics.median(each[CONNECTED] / each[ALONE] for each in rounds)
+def ratios(rounds: Sequence[Round], way: str) -> list[float]:
+    """CPU seconds of each round in a way over those without a connector."""
+    return [each[way] / each[NONE] for each in rounds]
 
 
-def page(found: Sequence[Sequence[Round]], args: Any) -> str:
-    """The page of the results."""
+def page(found: Sequence[Sequence[Round]], busy: float, args: Any) -> str:
+    """The page of the results.
+
+    Args:
+        found: for each start its rounds.
+        busy: processes that wanted to run when it began, in the mean of a minute.
+        args: of the command line.
+    """
     rows = []
     for number, rounds in enumerate(found):
-        parts = statistics.quantiles((each[CONNECTED] / each[ALONE] for each in rounds), n=4)
-        alone, with_it = (sum(one[name] for one in rounds) for name in (ALONE, CONNECTED))
-        rows.append(
-            [
-                number + 1,
-                f"{alone:.2f}",
-                f"{with_it:.2f}",
-                f"{ratio(rounds):.4f}",
-                f"{parts[0]:.3f} to {parts[-1]:.3f}",
-            ]
-        )
-    ratios = [ratio(rounds) for rounds in found]
-    head = ["start", f"CPU s of {ALONE}", "with the connector", "median ratio", "middle half"]
+        cells = [f"{sum(each[NONE] for each in rounds):.2f}"]
+        for way in (NOTHING, OURS):
+            parts = statistics.quantiles(ratios(rounds, way), n=4)
+            cells.append(f"{parts[1]:.4f} ({parts[0]:.3f} to {parts[2]:.3f})")
+        rows.append([number + 1, *cells])
+    of_starts = {
+        way: [statistics.median(ratios(rounds, way)) for rounds in found] for way in WAYS[:2]
+    }
+    told = " ".join(
+        f"With {way}: {statistics.median(each):.4f} in the median of the starts, "
+        f"{min(each):.4f} to {max(each):.4f}."
+        for way, each in of_starts.items()
+    )
+    head = ["start", f"CPU s with {NONE}", f"{NOTHING}, ratio", f"{OURS}, ratio"]
     return "\n\n".join(
         [
             "# What the connector costs short requests",
             f"`{pages.typed('benchmarks/serving/connector_cost.py')}`",
-            f"{cpu_name()}, Python {platform.python_version()}, vllm-cpu "
+            f"{cpu_name()}, {os.cpu_count()} cores, {busy:.1f} processes wanted them in the "
+            f"minute before, Python {platform.python_version()}, vllm-cpu "
             f"{importlib.metadata.version('vllm-cpu')}, its engine without a server. A Llama of "
             f"{args.layers} layers of {args.hidden_size}, float32, random weights. "
             f"{args.requests} requests a round, which arrive at once; prompts have 16 to 512 "
-            "tokens, answers 8 to 32. The same process answers them with its connector and "
-            f"without, with equal answers, in {args.rounds} rounds after {WARM} that are not "
-            f"counted. It starts {len(found)} times. The {args.ranks} prefill ranks are "
-            "connected, and not asked.",
-            f"CPU seconds with the connector over vLLM alone: {statistics.median(ratios):.4f} in "
-            f"the median of the starts, {min(ratios):.4f} to {max(ratios):.4f}.",
+            "tokens, answers 8 to 32. The same process answers a round three times, with equal "
+            "answers. Each of vLLM's steps runs once with our connector, once with a connector of "
+            "vLLM's base class that does nothing, and once with none, in an order that is drawn. "
+            f"There are {args.rounds} rounds after {WARM} that are not counted. The engine starts "
+            f"{len(found)} times. The {args.ranks} prefill ranks are connected, and not asked.",
+            f"CPU seconds over those with {NONE}. {told} A connector that does nothing costs what "
+            "vLLM's interface costs: what vLLM itself does in each step, layer and request once "
+            "there is a connector.",
+            "Cells: medians of the rounds (their middle half).",
             pages.table(head, rows, "---:"),
         ]
     )
 
 
 def main() -> int:
-    """Compares both ways."""
+    """Compares the ways."""
     parser = Parser(__doc__)
     parser.add_argument("--starts", type=int, default=5, help="of the engine")
     parser.add_argument("--rounds", type=int, default=40, help="after each start")
@@ -213,13 +311,14 @@ def main() -> int:
         parser.error("vLLM is not installed: launch/setup.sh vllm makes an environment with it")
     # So that SIGTERM ends the ranks, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    busy = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         write_model(Path(folder), args.hidden_size, args.layers, POSITIONS)
         found = [
             compare(folder, args, number)
             for number in track(range(args.starts), "answering", "starts")
         ]
-    pages.save(args.output, "connector_cost", page(found, args), __file__, found)
+    pages.save(args.output, "connector_cost", page(found, busy, args), __file__, found)
     return 0
 
 
