@@ -90,7 +90,7 @@ class Loads(KVConnectorMetadata):
 
 
 _NOTHING = {idle: Loads(idle=idle) for idle in (False, True)}
-"""What is told with most steps."""
+"""What the workers receive with most steps."""
 
 
 class DistCAConnector(KVConnectorBase_V1, SupportsHMA):

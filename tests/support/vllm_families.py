@@ -120,12 +120,12 @@ SMALL: dict[str, Family] = {
 """By the names of vLLM's classes, in the order of `docs/vllm.md`."""
 
 
-def save(name: str, folder: Path) -> Path:
-    """Writes the small model of a class, and returns its folder."""
+def save(name: str, folder: Path, **changes: Any) -> Path:
+    """Writes the small model of a class with changed values, and returns its folder."""
     import transformers
 
     family = SMALL[name]
-    values = SIZES | {"hidden_size": 128} | dict(family.values)
+    values = SIZES | {"hidden_size": 128} | dict(family.values) | changes
     config = getattr(transformers, family.config)(**values)
     return save_model(transformers.AutoModelForCausalLM, config, folder / name)
 
