@@ -55,7 +55,7 @@ def test_two_processes_of_vllm_answer_as_without_ranks(family: str, tmp_path: Pa
         wanted = sum(length - 1 for length in lengths if length > MIN_TOKENS)
         for name in OF_FAMILIES[family]:
             log = tmp_path / f"{name}.log"
-            with prefill(folder, address, log, "--lease", "30", *LAYOUTS[name]):
+            with prefill(folder, address, log, "--lease", "90", *LAYOUTS[name]):
                 wait_for_vllm(log, workers=2)
                 server.reset()
                 before = server.metrics()["loaded_tokens_total"]
