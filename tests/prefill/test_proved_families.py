@@ -29,15 +29,15 @@ def named(begin: str, end: str) -> list[str]:
 
 def test_the_page_names_every_class_that_ranks_run() -> None:
     assert proved("PROVED") == list(SMALL)
-    assert named("vLLM classes that were tested", "Each ran in float32") == list(SMALL)
+    assert named("We tested these vLLM classes", "Each ran in float32") == list(SMALL)
 
 
 def test_the_page_names_every_kind_of_quantized_weights_that_ranks_run() -> None:
     assert proved("QUANTIZED") == list(KINDS)
-    assert named("Quantized weights that were tested", "Refused by name") == list(KINDS)
+    assert named("for these quantized weights", "Refused by name") == list(KINDS)
 
 
 def test_the_page_names_the_versions_of_vllm_that_were_tested() -> None:
     text = " ".join(PAGE.read_text().split())
-    told = re.findall(r"\d+\.\d+\.\d+", text[text.index("It was run with") : text.index("No GPU")])
+    told = re.findall(r"\d+\.\d+\.\d+", text[text.index("This was run with") : text.index("No GPU")])
     assert sorted(told) == sorted(TESTED)
