@@ -33,12 +33,16 @@ def requests(count: int, seed: int) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "blocks"), [(2, 60), (3, 14), (4, 60)])
+@pytest.mark.parametrize(
+    ("family", "world_size", "blocks"),
+    [("gemma3_text", 2, 60), ("llama", 3, 14), ("gpt_oss", 4, 60)],
+)
 def test_all_are_answered_as_by_one_process(
-    ranks: Ranks, tmp_path: Path, full: bool, world_size: int, blocks: int
+    ranks: Ranks, tmp_path: Path, full: bool, family: str, world_size: int, blocks: int
 ) -> None:
-    """Bytes are as planned, also where blocks run out and prompts spill over to other ranks."""
-    path = str(save_small_model("llama", tmp_path))
+    """Bytes are as planned, under windows and with sinks, and where blocks run out and prompts
+    spill over to other ranks. Iterations feed chunks of prompts and decoded tokens together."""
+    path = str(save_small_model(family, tmp_path))
     limits = SchedulerConfig(12, 72, BLOCK, LONGEST + 9, equal_shares=True)
     strategy = eager_tiles(AttentionShape(4, 2, 16, 4), tolerance=0.05)
     settings = settings_of(path, world_size, 72, scheduler=limits, strategy=strategy)
