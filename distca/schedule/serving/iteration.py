@@ -13,7 +13,7 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.plan import Mask, Placement
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats, Int64s, expand_ranges
 from distca.schedule.serving.balanced import BalancedTiles
 from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
 from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
@@ -51,15 +51,18 @@ def rows_on_ranks(
     """
     if world_size == 1:
         return ends[:, None]
-    table = np.zeros((len(feeds), world_size), dtype=np.int64)
     if not ends.any():
         # As what a mask without a window hides.
-        return table
-    for rows, feed, end in zip(table, feeds, ends.tolist(), strict=True):
-        full, rest = divmod(end, block_size)
-        rows += np.bincount(feed.ranks[:full], minlength=world_size) * block_size
-        if rest:
-            rows[feed.ranks[full]] += rest
+        return np.zeros((len(feeds), world_size), dtype=np.int64)
+    full, rest = np.divmod(ends, block_size)
+    owners = np.concatenate([feed.ranks for feed in feeds])
+    blocks = np.array([len(feed.ranks) for feed in feeds], dtype=np.int64)
+    first = np.cumsum(blocks) - blocks
+    cells = owners[expand_ranges(first, full)] + np.repeat(np.arange(len(feeds)), full) * world_size
+    table = np.bincount(cells, minlength=len(feeds) * world_size).reshape(len(feeds), world_size)
+    table *= block_size
+    cut = np.flatnonzero(rest)
+    table[cut, owners[first[cut] + full[cut]]] += rest[cut]
     return table
 
 
@@ -151,24 +154,25 @@ def decode_seconds(decode: DecodeBatch, mask: Mask, cost_model: CostModel) -> Fl
     """Predicts the seconds in which each rank attends to keys of decoded tokens, in a layer of a
     mask, float64 `[ranks]`."""
     seen = decode.rows - decode.hidden[mask]
-    keys = seen[seen > 0]
-    seconds = np.zeros(seen.shape)
-    seconds[seen > 0] = cost_model.seconds(np.ones_like(keys), keys, keys)
-    of_ranks: Floats = seconds.sum(axis=0)
-    return of_ranks
+    sequence, rank = np.nonzero(seen)
+    keys = seen[sequence, rank]
+    seconds = cost_model.seconds(np.ones_like(keys), keys, keys)
+    return np.bincount(rank, weights=seconds, minlength=seen.shape[1])
 
 
 def _owned(
     spans: Sequence[tuple[ScheduledTokens, int, int]], block_size: int, world_size: int
 ) -> Placement:
     """Owners of spans `[start, end)` of sequences; neighbouring blocks of a rank are one piece."""
-    columns = []
-    for document, (feed, start, end) in enumerate(spans):
-        blocks = np.arange(start // block_size, -(-end // block_size))
-        rank = feed.ranks[blocks]
-        opens = np.flatnonzero(np.diff(rank, prepend=-1))
-        starts = np.maximum(blocks[opens] * block_size, start)
-        ends = np.append(starts[1:], end)[: len(starts)]
-        columns.append((np.full_like(starts, document), starts, ends, rank[opens]))
-    table = [np.concatenate(column) for column in zip(*columns, strict=True)]
-    return Placement(table[0], table[1], table[2], table[3], world_size)
+    start, end = (np.array([span[n] for span in spans], dtype=np.int64) for n in (1, 2))
+    first, last = start // block_size, -(-end // block_size)
+    bounds = zip(spans, first.tolist(), last.tolist(), strict=True)
+    rank = np.concatenate([feed.ranks[low:high] for (feed, *_), low, high in bounds])
+    document = np.repeat(np.arange(len(spans)), last - first)
+    opens = np.flatnonzero(np.diff(document * world_size + rank, prepend=-1))
+    document, rank = document[opens], rank[opens]
+    starts = np.maximum(expand_ranges(first, last - first)[opens] * block_size, start[document])
+    ends = end[document]
+    goes_on = document[1:] == document[:-1]
+    ends[:-1][goes_on] = starts[1:][goes_on]
+    return Placement(document, starts, ends, rank, world_size)
