@@ -87,7 +87,7 @@ def test_any_iteration_has_a_valid_plan(
         assert stepped.plan.own_tokens_per_rank().tolist() == whole.own_tokens_per_rank().tolist()
         # What is on its server already is computed while the rest travels.
         first, *later = step_bytes(stepped, SHAPE)
-        assert stepped.steps <= 2
+        assert stepped.steps <= (2 if of_node >= ranks else 3)
         assert not later or not first.total
         assert (
             stepped_bytes(stepped, SHAPE).total == plan_bytes(stepped.plan, SHAPE).forward().total

@@ -13,10 +13,10 @@ from ranks that have much to ranks that have little, by the scheduler of trainin
 * *Charge.* Tiles move only if that is predicted to save more than the exchange takes: two messages,
   and the time of the busiest link, as far as kernels do not hide it. So nothing moves where all
   prompts are short.
-* *Nodes.* On several nodes tiles move inside a node first. Between nodes a rank's keys would take
-  longer than many kernels, so few tiles leave a node.
-* *Steps.* In step 0 a rank computes what it has all rows of, while the rows of the tiles travel,
-  which are computed in step 1.
+* *Nodes.* On several nodes tiles move inside a node first, and between nodes only what nodes differ
+  by. Whoever computed a tile, the owner of its prompt sends its rows, and its link is charged.
+* *Steps.* A rank computes what it has all rows of, while the rows of the tiles travel. Tiles from
+  other nodes are computed last (`tile_steps.py`).
 
 Whether tiles move is decided for each mask of the layers. Under a window loads follow the numbers
 of tokens, and hardly any move.
@@ -29,19 +29,21 @@ from typing import Literal
 
 import numpy as np
 
-from distca.cost.step_bytes import stepped_bytes
-from distca.cost.volume import PlanBytes
 from distca.plan import Mask, Placement, Plan, SteppedPlan, Tasks
-from distca.plan.span import Bools, Floats
+from distca.plan.span import Floats
 from distca.schedule.base import ScheduleConfig, level_load, task_loads, tasks_at_home
 from distca.schedule.serving.rings import tasks_of, visible_pieces
 from distca.schedule.serving.steps import step_tokens
+from distca.schedule.serving.tile_steps import in_steps, predicted_seconds
 from distca.schedule.tiles.scheduler import move_tiles
 
 NAME: Literal["tiles"] = "tiles"
 
-_BETWEEN_NODES = 0.2
+_BETWEEN_NODES = 0.05
 """Part of the mean by which a rank's attention may exceed it before tiles leave a node."""
+
+_LONG = 8192
+"""Queries and keys of a task whose kernel runs at its highest rate."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,12 @@ class BalancedTiles:
         lengths, prefix, placement = step_tokens(held, new, mask)
         tasks = self._home_tasks(placement, new, mask)
         home = Plan(lengths, placement, tasks, mask, self.config.block, NAME, (), prefix)
-        stays = _in_two_steps(home)
+        stays = in_steps(home, self.config)
         waits = np.zeros(new.world_size) if busy is None else busy
-        loads = self._loads(home.tasks, mask, new.world_size)
-        speeds = self.config.speeds_of(new.world_size)
-        level = level_load(float((loads * speeds).sum()), speeds, waits)
-        # No plan saves more than the rest.
-        if float((loads + waits).max()) - level <= 2 * self.latency:
+        if not self._may_gain(home, waits):
             return stays
-        plans = [stays, *map(_in_two_steps, self._moved(home, waits))]
-        return min(plans, key=lambda each: self.seconds(each, waits))
+        moved = (in_steps(each, self.config) for each in self._moved(home, waits, new))
+        return min([stays, *moved], key=lambda each: self.seconds(each, waits))
 
     def seconds(self, stepped: SteppedPlan, busy: Floats) -> float:
         """Predicts the seconds of a layer's core attention, until the last rank is done.
@@ -96,30 +94,52 @@ class BalancedTiles:
             stepped: a plan that `plan` made.
             busy: as for `plan`.
         """
-        plan, away = stepped.plan, ~_at_home(stepped.plan)
-        ranks = plan.world_size
-        first = self._loads(plan.tasks[~away], plan.mask, ranks)
-        if not away.any():
-            return float((first + busy).max())
-        moved = stepped_bytes(stepped, self.config.shape).messages
-        dispatch, combine = (
-            self.latency + self.config.links.busy_seconds(PlanBytes({phase: moved[phase]}))
-            for phase in ("dispatch", "combine")
-        )
-        # Rows travel during the first step, if there is one.
-        begins = np.maximum(first, dispatch)
-        second = self._loads(plan.tasks[away], plan.mask, ranks)
-        return float((begins + second + busy).max() + combine.max())
+        return predicted_seconds(stepped, self.config, self.latency, busy)
 
-    def _moved(self, home: Plan, busy: Floats) -> list[Plan]:
+    def _may_gain(self, home: Plan, busy: Floats) -> bool:
+        """Returns whether any move may save more than it takes, where nothing travels before.
+
+        No rank is done before all are if they are busy equally long, and two exchanges take their
+        latency, whatever moves.
+        """
+        return self._surplus(home, busy) > 2 * self.latency
+
+    def _surplus(self, plan: Plan, busy: Floats) -> float:
+        """Seconds by which the busiest rank exceeds what all had if they were busy equally long."""
+        ranks = plan.world_size
+        loads, speeds = self._loads(plan.tasks, plan.mask, ranks), self.config.speeds_of(ranks)
+        return float((loads + busy).max()) - level_load(float((loads * speeds).sum()), speeds, busy)
+
+    def _moved(self, home: Plan, busy: Floats, new: Placement) -> list[Plan]:
         """Moves tiles between all ranks; or on several nodes of several ranks inside of each, and
-        then what nodes differ by, if that is much."""
+        then what nodes differ by."""
         ranks, of_node = home.world_size, self.config.links.ranks_per_node
         if of_node == 1 or ranks <= of_node:
             return [move_tiles(home, self.config, busy)]
         inside = move_tiles(home, self.config, busy, np.arange(ranks) // of_node)
         wider = replace(self.config, tolerance=max(_BETWEEN_NODES, self.config.tolerance))
-        return [inside, move_tiles(inside, wider, busy)]
+        if not self._pays_between_nodes(self._surplus(inside, busy)):
+            return [inside]
+        # Rows come from their owner, whoever computed the tile inside the node.
+        sources = np.zeros(len(home.lengths), dtype=np.int64)
+        sources[new.document] = new.rank
+        return [inside, move_tiles(inside, wider, busy, sources=sources)]
+
+    def _pays_between_nodes(self, surplus: float) -> bool:
+        """Returns whether rows between nodes travel for less time than their attention takes.
+
+        A tile that takes long has fewer bytes a second of it than a short one. So a tile is taken
+        whose attention takes all that the busiest rank has above the mean.
+
+        Args:
+            surplus: seconds by which the busiest rank's attention exceeds the mean.
+        """
+        shape, cost_model = self.config.shape, self.config.cost_model
+        assert cost_model is not None
+        side = np.array([_LONG])
+        pairs = surplus * _LONG**2 / float(cost_model.seconds(side, side, side * side)[0])
+        nbytes = 2 * (pairs * shape.round_trip_bytes * shape.moved_kv_row_bytes) ** 0.5
+        return nbytes * 1e-9 / self.config.links.network_gb_per_s < surplus
 
     def _loads(self, tasks: Tasks, mask: Mask, ranks: int) -> Floats:
         """Seconds of each rank's tasks, `[ranks]`."""
@@ -146,28 +166,3 @@ class BalancedTiles:
         server = np.where(of_queries < of_keys, keys.rank[kv], queries.rank[q])
         tasks = tasks_of(keys, queries, q, kv, server)
         return Tasks.concatenate([home[~apart[home.document]], tasks])
-
-
-def _at_home(plan: Plan) -> Bools:
-    """Returns whether each task's server has all rows of it, bool `[tasks]`."""
-    runs, tasks = plan.placement.joined(), plan.tasks
-    offset = plan.document_offsets
-    line = offset[runs.document] + runs.start
-    order = np.argsort(line)
-    start, rank = line[order], runs.rank[order]
-    end = (line + runs.end - runs.start)[order]
-    base = offset[tasks.document]
-    found = np.ones(len(tasks), dtype=bool)
-    for first, last in ((tasks.q_start, tasks.q_end), (tasks.kv_start, tasks.kv_end)):
-        run = np.searchsorted(start, base + first, side="right") - 1
-        found &= (rank[run] == tasks.server) & (base + last <= end[run])
-    return found
-
-
-def _in_two_steps(plan: Plan) -> SteppedPlan:
-    """Puts tasks whose rows travel behind the others."""
-    away = ~_at_home(plan)
-    stepped = SteppedPlan.at_once(plan)
-    if away.all():
-        return stepped
-    return replace(stepped, step=away.astype(np.int64), relays=False)

@@ -97,6 +97,7 @@ def balance(
     buffered: Floats,
     busy: Floats | None = None,
     pools: Int64s | None = None,
+    sources: Int64s | None = None,
 ) -> Tasks:
     """Moves tiles until no server is above `(1 + tolerance)` times its target, or none helps.
 
@@ -109,8 +110,9 @@ def balance(
             or None.
         pools: number of each server's pool, from 0 on, int64 `[ranks]`: tiles move inside a pool
             alone, and each has a target of its own. None: there is one.
+        sources: rank that sends a document's rows, int64 `[documents]`; None: the giver does.
     """
-    return _Mover(plan, config, traffic, buffered, busy, pools).run()
+    return _Mover(plan, config, traffic, buffered, busy, pools, sources).run()
 
 
 class _Mover:
@@ -122,8 +124,10 @@ class _Mover:
         buffered: Floats,
         busy: Floats | None,
         pools: Int64s | None,
+        sources: Int64s | None,
     ) -> None:
         self._plan, self._config = plan, config
+        self._sources = None if sources is None else sources.tolist()
         tasks, mask = plan.tasks, plan.mask
         self._tasks, self._mask = tasks, mask
         shape = config.shape
@@ -175,6 +179,12 @@ class _Mover:
                 if self._loads[server] > self._limit(server):
                     heapq.heappush(givers, (-self._loads[server], server))
         return self._result()
+
+    def _sender(self, document: int, giver: int, recipient: int) -> int:
+        """Returns the rank whose link a tile's rows take, from one server to another."""
+        if self._sources is None or self._sources[document] == recipient:
+            return giver
+        return self._sources[document]
 
     def _limit(self, server: int) -> float:
         return self._limits[self._pool[server]]
@@ -312,7 +322,8 @@ class _Mover:
             if end - start > high - low:
                 low, high = start, end
         has_all = (low, high) == (task.kv_start, task.kv_end)
-        per_byte = self._config.links.seconds_per_byte(server, recipient)
+        sender = self._sender(task.document, server, recipient)
+        per_byte = self._config.links.seconds_per_byte(sender, recipient)
         # No tile has a lower price than its bytes a pair, at least: most are not worth cutting.
         limit = math.inf if best is None else best.price * (1 + _ROUNDING)
         choices: list[tuple[_Span | None, bool]] = []
@@ -326,7 +337,7 @@ class _Mover:
             choices.append((self._travelling(task, pairs), False))
         for span, is_held in choices:
             if span is not None and span.pairs <= most * (1 + _ROUNDING):
-                tile = self._priced(server, number, task, recipient, span, is_held, pairs, per_byte)
+                tile = self._priced(sender, number, task, recipient, span, is_held, pairs, per_byte)
                 if best is None or tile.price < best.price:
                     best = tile
         return best
@@ -347,7 +358,7 @@ class _Mover:
 
     def _priced(
         self,
-        server: int,
+        sender: int,
         number: int,
         task: _Task,
         recipient: int,
@@ -360,7 +371,7 @@ class _Mover:
         kv_rows = 0 if held_already else span.kv_end - span.kv_start
         rows = task.q_end - span.q_cut
         seconds = (rows * self._q_bytes + kv_rows * self._kv_bytes) * per_byte
-        busy = max(self._traffic[server], self._traffic[recipient]) + seconds
+        busy = max(self._traffic[sender], self._traffic[recipient]) + seconds
         price = seconds * (1 + busy / max(busy, self._busiest)) / min(span.pairs, pairs)
         bound = self._config.max_buffer_bytes
         if bound is not None:
@@ -441,8 +452,9 @@ class _Mover:
         self._hold(task.document, recipient, span.kv_start, span.kv_end)
         rows = task.q_end - span.q_cut
         moved = rows * self._q_bytes + tile.kv_rows * self._kv_bytes
-        seconds = moved * self._config.links.seconds_per_byte(server, recipient)
-        for place in (server, recipient):
+        sender = self._sender(task.document, server, recipient)
+        seconds = moved * self._config.links.seconds_per_byte(sender, recipient)
+        for place in (sender, recipient):
             self._traffic[place] += seconds
             self._busiest = max(self._busiest, self._traffic[place])
         self._buffered[recipient] += self._arena_bytes(rows, tile.kv_rows)

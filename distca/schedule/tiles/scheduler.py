@@ -310,7 +310,11 @@ def _different(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def move_tiles(
-    plan: Plan, config: ScheduleConfig, busy: Floats | None = None, pools: Int64s | None = None
+    plan: Plan,
+    config: ScheduleConfig,
+    busy: Floats | None = None,
+    pools: Int64s | None = None,
+    sources: Int64s | None = None,
 ) -> Plan:
     """Moves tiles from servers above the tolerance to others, if there are any.
 
@@ -321,6 +325,7 @@ def move_tiles(
             or None.
         pools: number of each server's pool, from 0 on, int64 `[ranks]`: tiles move inside a pool
             alone. None: there is one.
+        sources: rank that sends a document's rows, int64 `[documents]`; None: the giver does.
     """
     if pools is None and _imbalance(plan, config, busy) <= 1 + config.tolerance:
         return plan
@@ -332,6 +337,7 @@ def move_tiles(
         moved.messages["dispatch"].received().astype(np.float64),
         busy,
         pools,
+        sources,
     )
     return replace(plan, tasks=tasks)
 
