@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +136,22 @@ def ways_of(
     return [*zip(WAYS, (feeds, moved, feeds), strategies, strict=True)]
 
 
-def simulated(mix: str, distribution: LengthDistribution, ranks: int, args: Any) -> Case:
-    """Simulates iterations on GPUs, of one GPU a rank."""
-    costs = InferenceCosts(MODELS[args.model], CLUSTERS[args.cluster])
-    cluster = costs.cluster
+def simulated(
+    mix: str, distribution: LengthDistribution, ranks: int, args: Any, fast_network: bool = False
+) -> Case:
+    """Simulates iterations on GPUs, of one GPU a rank.
+
+    Args:
+        mix: name of the mix.
+        distribution: lengths of its prompts.
+        ranks: GPUs.
+        args: arguments of the command.
+        fast_network: whether links between nodes are as fast as those inside.
+    """
+    cluster = CLUSTERS[args.cluster]
+    if fast_network:
+        cluster = replace(cluster, network_gb_per_s=cluster.node_gb_per_s)
+    costs = InferenceCosts(MODELS[args.model], cluster)
     cost_model = cluster.inference_cost(costs.shape)
     config = ScheduleConfig(TOLERANCE, costs.shape, cost_model, links=costs.links)
     tiles = BalancedTiles(config, cluster.node_latency + cluster.launch_seconds)
@@ -226,8 +238,17 @@ def rows_of(cases: Sequence[Case], scale: float) -> Iterator[list[str]]:
         ]
 
 
-def page(args: Any, on_gpus: Sequence[Case], here: Sequence[Case]) -> Iterator[str]:
-    """The lines of the page."""
+def page(
+    args: Any, on_gpus: Sequence[Case], fast: Sequence[Case], here: Sequence[Case]
+) -> Iterator[str]:
+    """The lines of the page.
+
+    Args:
+        args: arguments of the command.
+        on_gpus: simulated cases.
+        fast: those on several nodes once more, with links between nodes as fast as inside.
+        here: replayed cases.
+    """
     yield from ("# Prompts of unequal lengths on data-parallel ranks", "")
     yield from (f"    {pages.typed(SCRIPT)}", "")
     yield (
@@ -247,6 +268,16 @@ def page(args: Any, on_gpus: Sequence[Case], here: Sequence[Case]) -> Iterator[s
     yield ""
     yield pages.table(["mix", "GPUs", *columns], rows_of(on_gpus, 1e3))
     yield ""
+    if fast:
+        reached = ", ".join(
+            f"{each.mix} on {each.ranks}: {each.of_ideal('tiles'):.3f}" for each in fast
+        )
+        yield (
+            "With links between nodes as fast as those inside, tiles reach this part of the ideal: "
+            f"{reached}. The rest is the tolerance, {TOLERANCE:.0%} of the mean of attention, and "
+            "waiting for rows, which their owners send."
+        )
+        yield ""
     yield (
         "CPU milliseconds in which a rank plans an iteration and prepares its part, and the part "
         "of the iteration's time that they would take:"
@@ -301,6 +332,12 @@ def main() -> int:
         simulated(mix, mixes[mix], gpus, args)
         for mix, gpus in track(jobs, "balanced prompts, simulated", "cases")
     ]
+    of_node = CLUSTERS[args.cluster].gpus_per_node
+    fast = [
+        simulated(mix, mixes[mix], gpus, args, fast_network=True)
+        for mix, gpus in track(jobs, "balanced prompts, fast network", "cases")
+        if gpus > of_node
+    ]
     here = [
         replayed(mix, mixes[mix], ranks, args)
         for mix, ranks in track(
@@ -309,7 +346,7 @@ def main() -> int:
             "cases",
         )
     ]
-    text = "\n".join(page(args, on_gpus, here))
+    text = "\n".join(page(args, on_gpus, fast, here))
     if args.output is None:
         sys.stdout.write(text + "\n")
     else:
