@@ -39,5 +39,5 @@ def test_the_page_names_every_kind_of_quantized_weights_that_ranks_run() -> None
 
 def test_the_page_names_the_versions_of_vllm_that_were_tested() -> None:
     text = " ".join(PAGE.read_text().split())
-    told = re.findall(r"\d+\.\d+\.\d+", text[text.index("This was run with") : text.index("No GPU")])
-    assert sorted(told) == sorted(TESTED)
+    said = text[text.index("This was run with") : text.index("No GPU")]
+    assert sorted(re.findall(r"\d+\.\d+\.\d+", said)) == sorted(TESTED)
