@@ -151,7 +151,7 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
         log(
             logging.INFO,
             "--seq-length was %d, now %d: training continues at token %d of the stream, where the "
-            "checkpoint's ended",
+            "checkpoint ended",
             *(was, now, args.train_stream_start + saved["consumed_train_samples"] * now),
         )
     if bool(saved.get("distca_share_prefixes")) != config.documents.share_prefixes:

@@ -19,7 +19,7 @@ def words_of(page: str) -> str:
 def test_the_answer_may_be_no(capsys: pytest.CaptureFixture[str]) -> None:
     readme = words_of("README.md")
     ((flags, answer),) = re.findall(
-        r"The answer may be no\. With `([^`]+)`, where documents are equally long, it is \"(.+? "
+        r"The answer may be no\. With `([^`]+)`, where lengths are equal, the answer is \"(.+? "
         r"which is simpler\.)\"",
         readme,
     )

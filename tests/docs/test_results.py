@@ -126,7 +126,7 @@ def test_more_ranks_in_sentences() -> None:
         for name in DEFAULT
     )
     others = [each for sizes, means in whole.items() if sizes != (16, 1) for each in means]
-    assert f"DistCA is {span(others)} times as fast as the fastest peer" in front
+    assert f"DistCA without ping-pong is {span(others)} times as fast as the fastest" in front
     both = [span([each for means in of.values() for each in means]) for of in (whole, ping_pong)]
     assert f"DistCA is {both[0]} times as fast as each batch's fastest peer" in index
     assert f"with whole micro-batches, and {both[1]} times with ping-pong" in index
@@ -230,7 +230,7 @@ def test_slow_links() -> None:
     assert f"ping-pong was at most {100 * (moderate - 1):.0f}% slower" in said
     shares = [*busiest[0], *busiest[1]]
     assert (
-        f"busy for {min(shares)}% to {max(shares)}%, ping-pong was {longer[0]} with two documents, "
+        f"At {min(shares)}% to {max(shares)}%, it was {longer[0]} with two documents, "
         f"and {longer[1]} with one that spans both ranks"
     ) in said
     assert f"took {min(alone):.2f} to {max(alone):.2f} times" in said

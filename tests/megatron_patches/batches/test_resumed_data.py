@@ -138,7 +138,7 @@ def test_the_place_is_kept_in_tokens(caplog) -> None:
     assert resumed(SAVED, "--seq-length", "384") == [1024, 3560 - 3840, -232 - 1152]
     assert caplog.messages == [
         "--seq-length was 256, now 384: training continues at token 3560 of the stream, where the "
-        "checkpoint's ended"
+        "checkpoint ended"
     ]
 
 
