@@ -74,8 +74,9 @@ users_of() {
 # refuse_if_used LINK: ends the script where an environment to be replaced is in use.
 refuse_if_used() {
     local users
-    users=$(users_of "$1" | head -n 1)
-    [ -z "$users" ] || die "$1 has to be made anew, and is in use ($users): end that first"
+    # All of them: a reader that leaves after the first line ends the script by SIGPIPE.
+    users=$(users_of "$1")
+    [ -z "$users" ] || die "$1 has to be made anew, and is in use (${users%%$'\n'*}): end that first"
 }
 
 # suits LINK STAMP: whether the environment was made for the same, and by the PYTHON that is asked for.

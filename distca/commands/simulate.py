@@ -79,6 +79,8 @@ _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
 _OF_DISTCA = ("tolerance", "finalists", "latent_rows", "exchanges")
 """Flags that say nothing of other systems."""
+_SHORTEST = 1024
+"""Tokens of the shortest sequences that the command asks for in place of longer ones."""
 _MOST_PROCESSES = 8
 """Bound on the processes that simulate: as many iterations run at a time."""
 _RECORDS = "records DistCA's iteration of the first batch, for its timeline"
@@ -367,13 +369,41 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
             raise ValueError(unknown("distribution", args.distribution, DISTRIBUTIONS))
         lengths = draw(DISTRIBUTIONS[args.distribution], args.batches * tokens, args.seed)
     else:
-        lengths = shuffled(read_lengths(args.lengths), args.batches * tokens, args.seed)
+        lengths = read_lengths(args.lengths)
+        _check_context(args, int(lengths.max(initial=0)))
+        lengths = shuffled(lengths, args.batches * tokens, args.seed)
     lengths = cut_to_pieces(lengths, args.context)
     sequences = pack_sequences(lengths, args.batches * args.sequences, args.context)
     return [
         sequences[number * args.sequences : (number + 1) * args.sequences]
         for number in range(args.batches)
     ]
+
+
+def _check_context(args: argparse.Namespace, longest: int) -> None:
+    """Checks that sequences are not much longer than documents.
+
+    Peers hold whole sequences, so that documents in needlessly long ones would flatter DistCA.
+
+    Args:
+        args: arguments of the command.
+        longest: tokens of the longest document.
+
+    Raises:
+        ValueError: sequences of half the length would hold every document.
+    """
+    parts = 1
+    while args.context % (2 * parts) == 0 and args.context // (2 * parts) >= max(
+        longest, _SHORTEST
+    ):
+        parts *= 2
+    if parts > 1:
+        raise ValueError(
+            f"--context {args.context}: no document of {args.lengths} has more than {longest:,} "
+            f"tokens, and systems without DistCA are faster with shorter sequences: give --context "
+            f"{args.context // parts} --sequences {args.sequences * parts}, which are as many "
+            "tokens"
+        )
 
 
 def _advise(

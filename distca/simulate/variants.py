@@ -266,12 +266,16 @@ def with_most_shared_heads(candidate: Candidate, workload: Workload) -> list[Can
 
 
 def with_pools_or_shared_heads(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Returns the configuration with server pools, and with as many ranks as can that share heads,
-    in one pool and in pools of a node: without ping-pong where training can."""
+    """Returns the configuration without ping-pong, with server pools, and with as many ranks as can
+    that share heads, in one pool and in pools of a node: without ping-pong where training can.
+
+    Where little travels, ping-pong costs one layout more time than another, so that with it alone
+    the slower one may come first.
+    """
     pools = with_pools(candidate, workload)
     shared = [o for each in (candidate, *pools[:1]) for o in with_most_shared_heads(each, workload)]
     whole = (o for each in shared for o in with_or_without_ping_pong(each, workload) or [each])
-    return [*pools, *whole]
+    return [*with_or_without_ping_pong(candidate, workload), *pools, *whole]
 
 
 def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Candidate]:
