@@ -160,7 +160,15 @@ def run(job: Job) -> dict[str, Any]:
     Raises:
         CalledProcessError: the command failed.
     """
-    command = [sys.executable, "-m", "distca", "simulate", *job.flags, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "distca",
+        "simulate",
+        *job.flags,
+        "--whole-iterations",
+        "--json",
+    ]
     found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     rows = {row["system"]: row for row in json.loads(found.stdout)}
     ours = rows[OURS]

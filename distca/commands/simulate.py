@@ -77,7 +77,7 @@ from distca.wording import counted
 
 _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
-_OF_DISTCA = ("tolerance", "finalists", "latent_rows", "exchanges")
+_OF_DISTCA = ("tolerance", "finalists", "whole_iterations", "latent_rows", "exchanges")
 """Flags that say nothing of other systems."""
 _SHORTEST = 1024
 """Tokens of the shortest sequences that the command asks for in place of longer ones."""
@@ -219,6 +219,12 @@ def build_parser() -> Parser:
         metavar="N",
         help="Number of DistCA's configurations that are simulated in full, after a quick "
         "estimate of all.",
+    )
+    search.add_argument(
+        "--whole-iterations",
+        action="store_true",
+        help="Simulate whole iterations of DistCA's best configurations in all batches. Without "
+        "this flag a part stands for the whole in large jobs, in which this can take an hour.",
     )
     search.add_argument(
         "--tolerance",
@@ -426,6 +432,7 @@ def _advise(
             tolerances,
             trials,
             searching.reached,
+            args.whole_iterations,
         )
         return choices, _parts(choices, trials)
 

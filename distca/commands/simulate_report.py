@@ -43,7 +43,7 @@ RANGES = (
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "
     "{batches} batches.\nIn eight of nine such layouts it was 0.1% faster to 1.7% slower than "
-    "all of it."
+    "all of it. With --whole-iterations\nno part stands for an iteration."
 )
 RATES = (
     "Assumed rates: core attention {attention:g} TFLOP/s forward, linear layers {mfu:.0%} of "

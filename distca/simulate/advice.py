@@ -58,6 +58,7 @@ class Extent:
             one is tried, too, where nothing fits.
         in_the_papers_way: whether DistCA has what its paper has, and no variants beyond: neither
             server pools, chains, inputs that servers keep, nor plans for slower networks.
+        whole_iterations: as for `Effort`.
     """
 
     tensor: Sequence[int]
@@ -65,6 +66,7 @@ class Extent:
     finalists: int = 4
     tolerances: Sequence[float] = ()
     in_the_papers_way: bool = False
+    whole_iterations: bool = False
 
     def effort(self, system: str, workload: Workload, batches: int) -> Effort:
         """Returns the effort of the search for a system's best configuration.
@@ -118,6 +120,7 @@ class Extent:
                 (self._tolerant_for_slower_links, 1.0),
             ),
             last_tolerance,
+            self.whole_iterations,
         )
 
     def _pooled_pipelines(self, candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -179,6 +182,7 @@ def advise(
     tolerances: Sequence[float] = (),
     trials: Trials | None = None,
     reached: Callable[[str, float], None] = lambda system, share: None,
+    whole_iterations: bool = False,
 ) -> list[Choice]:
     """Finds the best configuration of each system, as `best_of` does.
 
@@ -190,13 +194,14 @@ def advise(
         trials: what simulates the same workload and batches; None: this process.
         reached: called with a system and the share of its search that is done, perhaps on another
             thread.
+        whole_iterations: as for `Effort`.
 
     Raises:
         ValueError: there is no batch or no such system.
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
-    extent = Extent(tensor, stages, finalists, tolerances)
+    extent = Extent(tensor, stages, finalists, tolerances, whole_iterations=whole_iterations)
     trials = trials or Trials(workload, batches)
 
     def find(system: str) -> Choice:

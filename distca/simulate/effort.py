@@ -50,6 +50,8 @@ class Effort:
         sweeps: variants of the best one that run the same batches, in turn: each a function of it,
             and the ratio up to which the first of equally fast ones is taken.
         last_tolerance: value of `Candidate.tolerance` that is tried where nothing fits, or None.
+        whole_iterations: whether last figures are those of whole iterations even if a part can
+            stand for them.
     """
 
     keep: int
@@ -59,3 +61,4 @@ class Effort:
     alternatives: Variants | None = None
     sweeps: Sequence[tuple[Variants, float]] = ()
     last_tolerance: float | None = None
+    whole_iterations: bool = False

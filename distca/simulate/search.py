@@ -462,13 +462,13 @@ class _Search:
             last: whether these are their last figures. Else, where one batch chooses, a few server
                 pools stand for many.
         """
-        able, standing = [], [each for each in some if self._stand_ins.able([each])]
+        whole = last and self.effort.whole_iterations
+        standing = [c for c in some if not whole and self._stand_ins.able([c])]
+        able = [candidate for candidate in some if candidate not in standing]
         if not last:
             self._stand_ins.prepare(standing)
-        for candidate in some:
-            if candidate not in standing:
-                able.append(candidate)
-            elif not last:
+        for candidate in standing:
+            if not last:
                 self.trials.setdefault(candidate, [self._stand_ins.trial(candidate)])
             elif self._fits(candidate):
                 self.trials[candidate] = self._stand_ins.extended(candidate, count)

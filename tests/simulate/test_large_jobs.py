@@ -336,6 +336,28 @@ def test_ticks_stand_for_all_of_those_that_take_minutes(monkeypatch: pytest.Monk
     assert second == bounds[1].stand_in(many)
 
 
+def test_whole_iterations_are_simulated_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the best configuration in all batches, even if parts alone chose it."""
+    monkeypatch.setattr(few_parts, "_LARGE", 1)
+    many = Candidate("tiles", 1, 1, 8, 1, 48)
+    batches = [batch(seed, sequences=96) for seed in range(2)]
+    bounds = [Bounds(MANY_TICKS, each) for each in batches]
+    assert few_parts.has_few_parts(many)
+    for asked in (False, True):
+        effort = Effort(1, 1, whole_iterations=asked)
+        with Trials(MANY_TICKS, batches) as trials:
+            search = _Search(
+                *(MANY_TICKS, batches, trials.first, effort, [], bounds[:1]), later=bounds[1:]
+            )
+            search._run([many], 1)
+            assert search.trials[many][0].from_part
+            assert search.in_all_batches(many) == many
+            found = search.trials[many]
+            assert [each.from_part for each in found] == [False, not asked]
+            whole = trials.first([many], 2)[many]
+        assert (found[1].seconds == whole[1].seconds) == asked
+
+
 def test_a_search_goes_by_two_of_many_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What promises more than another takes does not run, nor do variants but the best one."""
     documents = batch(0, sequences=96)
