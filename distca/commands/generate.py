@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -30,6 +31,7 @@ from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_layouts import served_split
 from distca.commands.served_sparsity import add_sparsity_flags, refuse_check
 from distca.commands.served_strategy import served_owners, served_strategy
+from distca.progress import progress
 from distca.schedule.serving import STRATEGIES
 from distca.schedule.serving.balanced import BalancedTiles
 from distca.timeline import write_trace
@@ -269,7 +271,11 @@ def main(argv: Sequence[str]) -> int:
     shown = _Shown(tokenizer, args.json or len(work) > 1, write)
     begin = time.perf_counter()
     try:
-        with RankProcesses(config, records=args.trace is not None) as processes:
+        with contextlib.ExitStack() as held:
+            started = f"starts {counted(config.parallel.world_size, 'rank')}"
+            with progress("distca generate", doing=started):
+                running = RankProcesses(config, records=args.trace is not None)
+                processes = held.enter_context(running)
             loaded = time.perf_counter()
             done = work.run(processes, sampling, shown.token)
             seconds = time.perf_counter() - loaded
