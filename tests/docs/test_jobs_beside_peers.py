@@ -29,9 +29,13 @@ def test_jobs_beside_peers() -> None:
     assert f"DistCA is {of_all} as the fastest peer, {typical:.3f} in the geometric" in index
     assert sum(round(ratio, 3) <= 1.01 for ratio in ratios) == 4
     assert "Four gain 1% or less" in index
-    dynamic = [each["dynamic"] for each in found.values() if "dynamic" in each]
-    assert len(dynamic) == 4
-    assert f"DistCA is {min(dynamic):.3f} to {max(dynamic):.3f} times as fast as dynamic" in readme
+    dynamic = [each["dynamic"] for each in found.values() if each["dynamic"] > 0]
+    slower = sum(ratio < 1 - 1e-6 for ratio in dynamic)
+    assert f"fits in {len(dynamic)} of the named jobs" in readme
+    assert (
+        f"DistCA is {min(dynamic):.3f} to {max(dynamic):.3f} times as fast as dynamic context "
+        f"parallelism, {geometric_mean(dynamic):.3f} in the geometric mean, and slower in {slower}."
+    ) in readme
     drawn = json.loads((RESULTS / "cluster" / "drawn_jobs.json").read_text())
     ratios = [each["ratio"] for each in drawn.values() if all(each["fits"])]
     behind, neither = (
