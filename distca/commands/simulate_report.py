@@ -38,7 +38,7 @@ RANGES = (
     "DistCA over it: DistCA's speed divided by this system's, in these batches. In brackets: the "
     "95%\nconfidence interval of its mean over many batches. An interval that includes 1 means no "
     "clear difference.\nThe interval does not contain the simulator's own error, {error:.1%} of a "
-    "step in the median against\nruns on CPUs."
+    "step in the median against\nruns on CPUs, where ratios were predicted in DistCA's favour."
 )
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "
