@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patches.loop.checkpoint_folder import TRACKER, loaded_checkpoint
+from megatron_patches.loop.hidden_folder import cleaned_up_at_signals, hidden_folder
 from megatron_patches.loop.saved_arguments import FUNCTION_FLAGS, MODEL_FLAGS
 
 logger = logging.getLogger(__name__)
@@ -186,28 +185,37 @@ def _convert(folder: Path, converted: Path, beat: Path, environment: Mapping[str
         OSError: the folder cannot be made.
     """
     logger.info("converting %s to %s, once", folder, converted)
-    beat.touch()
-    scratch = Path(tempfile.mkdtemp(prefix=f".{converted.name}.", dir=converted.parent))
-    try:
-        identity, written = _identity(folder), scratch / "checkpoint"
-        # In a folder of ours alone, where others may read it in the end.
-        written.mkdir()
-        command = [sys.executable, "-m", "megatron_patches.convert", str(folder)]
-        command += ["--to", str(written), *["--float32"] * converted.name.endswith("float32")]
-        said = _last_line(command, beat, environment)
-        if said is not None:
-            raise ValueError(f"--from-hf {folder} cannot be converted: {said}")
-        (written / _SOURCE).write_text(json.dumps(identity), encoding="utf-8")
-        if not converted.exists():
-            # Another job may have been faster.
-            written.rename(converted)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        beat.unlink(missing_ok=True)
+    with cleaned_up_at_signals():
+        try:
+            beat.touch()
+            with hidden_folder(converted, _PATIENCE) as (scratch, sign):
+                identity, written = _identity(folder), scratch / "checkpoint"
+                # In a folder of ours alone, where others may read it in the end.
+                written.mkdir()
+                command = [sys.executable, "-m", "megatron_patches.convert", str(folder)]
+                command += ["--to", str(written)]
+                command += ["--float32"] * converted.name.endswith("float32")
+                said = _last_line(command, (beat, sign), environment)
+                if said is not None:
+                    raise ValueError(f"--from-hf {folder} cannot be converted: {said}")
+                (written / _SOURCE).write_text(json.dumps(identity), encoding="utf-8")
+                if not converted.exists():
+                    # Another job may have been faster.
+                    written.rename(converted)
+        finally:
+            beat.unlink(missing_ok=True)
 
 
-def _last_line(command: list[str], beat: Path, environment: Mapping[str, str]) -> str | None:
-    """Runs a command; returns the last line of its errors if it failed, else None."""
+def _last_line(
+    command: list[str], signs: Sequence[Path], environment: Mapping[str, str]
+) -> str | None:
+    """Runs a command; returns the last line of its errors if it failed, else None.
+
+    Args:
+        command: the command, which is killed where this process is to end.
+        signs: files to touch while it runs.
+        environment: variables of this process.
+    """
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     kept = {name: value for name, value in environment.items() if name not in launchers}
     root = str(Path(__file__).parents[2])
@@ -219,11 +227,16 @@ def _last_line(command: list[str], beat: Path, environment: Mapping[str, str]) -
         command, env=kept, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        for line in filter(None, map(str.strip, process.stderr)):
-            # It says every ten seconds what it does.
-            beat.touch()
-            logger.info("%s", line)
-            last = line
+        try:
+            for line in filter(None, map(str.strip, process.stderr)):
+                # It says every ten seconds what it does.
+                for sign in signs:
+                    sign.touch()
+                logger.info("%s", line)
+                last = line
+        except BaseException:
+            process.kill()
+            raise
     return last if process.returncode else None
 
 
