@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -15,6 +17,9 @@ import torch
 
 BYTES_OF_A_FILE = 5 * 2**30
 """Most bytes of weights in one file, as transformers has it."""
+
+_LOCK = ".being filled"
+"""File that a process locks while it moves files into a folder."""
 
 _WEIGHTS = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 
@@ -30,16 +35,17 @@ def written_whole(folder: Path, force: bool) -> Iterator[Path]:
         force: replace a folder that has files. Files of other names are kept, but weights.
 
     Raises:
-        ValueError: it is a file, or cannot be made, or has files already and `force` is not given.
+        ValueError: it is a file, or cannot be made, or `force` is not given and it has files, be it
+            that another process wrote them meanwhile.
     """
     check_free(folder, force)
-    folder = folder.resolve()
+    given, folder = folder, folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         written, before = Path(scratch) / "written", Path(scratch) / "before"
         written.mkdir()
         yield written
-        if folder.is_dir():
+        if force and folder.is_dir():
             stale = {each for pattern in _WEIGHTS for each in folder.glob(pattern)}
             for kept in set(folder.iterdir()) - stale:
                 if not (written / kept.name).exists():
@@ -48,9 +54,11 @@ def written_whole(folder: Path, force: bool) -> Iterator[Path]:
             folder.rename(before)
         try:
             written.rename(folder)
-        except OSError:
+        except OSError as error:
             if before.is_dir():
                 before.rename(folder)
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise _filled_by_another(given) from error
             raise
 
 
@@ -59,17 +67,18 @@ def filled_whole(folder: Path, last: str) -> Iterator[Path]:
     """Gives a folder in or beside another one to write into, whose files move there at the end.
 
     If the block raises, or the process is killed, the other one stays as it was. Else it has the
-    last file only if it has all others. Its own files stay where they have other names.
+    last file only if it has all others. Its own files stay where they have other names. Of several
+    processes that fill one folder, the first does, and the others raise.
 
     Args:
         folder: folder to fill.
         last: name of the file that makes the others count.
 
     Raises:
-        ValueError: it is a file, or cannot be made.
+        ValueError: it is a file, or cannot be made, or another process has filled it meanwhile.
     """
     check_fillable(folder)
-    folder = folder.resolve()
+    given, folder = folder, folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A folder that is there may be on a disk of its own.
     home = folder if folder.is_dir() else folder.parent
@@ -78,11 +87,44 @@ def filled_whole(folder: Path, last: str) -> Iterator[Path]:
         written.mkdir()
         yield written
         folder.mkdir(exist_ok=True)
-        for file in sorted(written.iterdir(), key=lambda each: each.name == last):
-            place = folder / file.name
-            if place.is_dir():
-                shutil.rmtree(place)
-            file.replace(place)
+        with _alone_in(folder):
+            if (folder / last).exists():
+                raise _filled_by_another(given)
+            for file in sorted(written.iterdir(), key=lambda each: each.name == last):
+                place = folder / file.name
+                if place.is_dir():
+                    shutil.rmtree(place)
+                file.replace(place)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in this context with the same folder."""
+    path = folder / _LOCK
+    while True:
+        with path.open("w") as lock:
+            # Where the file system has no locks, processes must not be as close as this.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                is_there = os.path.samestat(path.stat(), os.fstat(lock.fileno()))
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:
+                # The process that was waited for has removed it.
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _filled_by_another(folder: Path) -> ValueError:
+    return ValueError(
+        f"--to {folder} was written by another process meanwhile, and stays as that left it: give "
+        "another folder"
+    )
 
 
 def check_free(folder: Path, force: bool) -> None:

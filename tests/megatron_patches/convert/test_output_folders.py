@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patches.convert.folder import check_free, filled_whole, write_weights
+from megatron_patches.convert.folder import check_free, filled_whole, write_weights, written_whole
 from support.converted import convert
 from support.forks import forking
 from support.small_families import save_family
@@ -131,3 +131,60 @@ def test_a_folder_is_filled_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     with small_files(), pytest.raises(OSError, match=r"weights cannot be written, where .* free"):
         write_weights(tmp_path, [("w", torch.zeros(1 << 16))])
+
+
+def fill_checkpoint(folder: Path) -> contextlib.AbstractContextManager[Path]:
+    return filled_whole(folder, "tracker")
+
+
+def fill_model(folder: Path) -> contextlib.AbstractContextManager[Path]:
+    return written_whole(folder, force=False)
+
+
+@pytest.mark.parametrize("way", [fill_checkpoint, fill_model])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_slower_of_two_is_refused(tmp_path: Path, way, is_there: bool) -> None:
+    folder = tmp_path / "out"
+    if is_there:
+        folder.mkdir()
+
+    def write(written: Path, content: str) -> None:
+        (written / "part").mkdir()
+        for name in ("part/weights", "tracker"):
+            (written / name).write_text(content)
+
+    def write_twice() -> None:
+        with way(folder) as slower:
+            with way(folder) as faster:
+                write(faster, "fast")
+            write(slower, "slow")
+
+    with pytest.raises(ValueError, match=f"--to {folder} was written by another process meanwhile"):
+        write_twice()
+    files = {each.relative_to(folder): each for each in folder.rglob("*") if each.is_file()}
+    assert {str(name): file.read_text() for name, file in files.items()} == {
+        **{"part/weights": "fast", "tracker": "fast"}
+    }
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def fill(folder: Path, content: str) -> str:
+    """Fills a folder with some files as other processes do, and says what came of it."""
+    try:
+        with filled_whole(folder, "tracker") as written:
+            for name in (*map(str, range(200)), "tracker"):
+                (written / name).write_text(content)
+    except ValueError as error:
+        return str(error)
+    return content
+
+
+def test_of_processes_at_once_one_fills_a_folder(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(4, forking()) as pool:
+        for round_ in range(10):
+            folder = tmp_path / str(round_)
+            said = [*pool.map(fill, [folder] * 4, "abcd", timeout=60)]
+            (winner,) = (each for each in said if len(each) == 1)
+            assert all("by another process meanwhile" in each for each in said if each != winner)
+            assert {each.read_text() for each in folder.iterdir()} == {winner}
+            assert len([*folder.iterdir()]) == 201
