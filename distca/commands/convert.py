@@ -6,8 +6,10 @@ distca convert --checkpoint checkpoints --to Llama-3.1-8B-long
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,6 +17,9 @@ from pathlib import Path
 
 from distca.commands.command_line import Parser
 from distca.wording import install
+
+_MOST_DIGITS = 12
+"""Most digits of a token id."""
 
 
 def build_parser() -> Parser:
@@ -31,21 +36,21 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "model",
-        type=Path,
+        type=_folder,
         nargs="?",
         metavar="MODEL",
         help="Folder of a Hugging Face model: config.json, weights and tokenizer.json.",
     )
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="Folder of Megatron checkpoints (the run's --save). The latest one is converted to "
         "Hugging Face.",
     )
     parser.add_argument(
         "--to",
-        type=Path,
+        type=_folder,
         required=True,
         metavar="FOLDER",
         help="Output folder. With MODEL it becomes a Megatron checkpoint for --load; with "
@@ -66,13 +71,14 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--hf-model",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="With --checkpoint: folder of the original model, for its config.json. Default: the "
         "one stored with the checkpoints.",
     )
     parser.add_argument(
         "--tokenizer-model",
+        type=_path,
         metavar="PATH",
         help="With --checkpoint: a tokenizer.json or its folder. Default: the one stored with the "
         "checkpoints.",
@@ -86,12 +92,48 @@ def build_parser() -> Parser:
     return parser
 
 
+def _path(text: str) -> str:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path: give one")
+    return text
+
+
+def _folder(text: str) -> Path:
+    return Path(_path(text))
+
+
+def token_ids(sample: str) -> list[int] | None:
+    """Returns the token ids that `--check` gives; None: it gives text.
+
+    Args:
+        sample: text, or token ids with commas between them.
+
+    Raises:
+        ValueError: it is empty, or an id is negative or longer than any vocabulary's.
+    """
+    if not sample:
+        raise ValueError("--check '' has no token: give text, or ids with commas between them")
+    words = [word.strip() for word in sample.split(",")]
+    if not all(re.fullmatch(r"-?\d+", word) for word in words):
+        return None
+    for word in words:
+        if word.startswith("-") or len(word) > _MOST_DIGITS:
+            shown = word if len(word) <= _MOST_DIGITS else f"{word[:_MOST_DIGITS]}..."
+            raise ValueError(
+                f"--check has the token id {shown}, which no model has: give text, or ids from 0 "
+                "on with commas between them"
+            )
+    return [int(word) for word in words]
+
+
 def check_arguments(given: Namespace) -> None:
     """Checks the arguments against each other.
 
     Raises:
-        ValueError: they don't go together.
+        ValueError: they don't go together, or `--check` gives no tokens.
     """
+    if given.check is not None:
+        token_ids(given.check)
     if (given.model is None) == (given.checkpoint is None):
         raise ValueError("give either the folder of a model of Hugging Face, or --checkpoint")
     if given.checkpoint is not None:

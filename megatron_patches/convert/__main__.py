@@ -35,7 +35,7 @@ def convert(given: Namespace, told: Callable[[str], None]) -> str:
     lines = []
     if given.checkpoint is None:
         folder, checkpoint = given.model, given.to
-        flags, model, args = to_megatron(folder, checkpoint, not given.float32, told)
+        flags, model, args = to_megatron(folder, checkpoint, not given.float32, told, given.check)
         lines.append(shlex.join(flags))
     else:
         folder, checkpoint = given.to, given.checkpoint
@@ -47,6 +47,7 @@ def convert(given: Namespace, told: Callable[[str], None]) -> str:
             given.float32,
             given.force,
             told,
+            given.check,
         )
     if given.check is not None:
         told("comparing logits")

@@ -11,6 +11,7 @@ import torch
 
 from distca.checkpoints.stored_weights import abbreviated
 from distca.checkpoints.weights import Checkpoint
+from distca.commands.convert import token_ids
 from distca.documents.tokenizer import build_tokenizer
 from megatron_patches.convert.model import model_logits
 from megatron_patches.convert.weights import by_their_names, pad_vocabulary
@@ -43,22 +44,25 @@ class Compared:
         return self.difference <= TOLERANCE * self.spread
 
 
-def sample_tokens(sample: str, folder: Path, vocabulary: int) -> list[int]:
+def sample_tokens(sample: str, tokenizer_model: str | None, vocabulary: int) -> list[int]:
     """Returns the tokens of a sample.
 
     Args:
         sample: text, or token ids with commas between them.
-        folder: folder of the tokenizer.
+        tokenizer_model: a tokenizer.json or its folder; None: there is none.
         vocabulary: number of tokens that the model has.
 
     Raises:
-        ValueError: there is no token, or one that the model lacks.
+        ValueError: there is no token, or one that the model lacks, or no tokenizer for a text.
     """
-    words = [word.strip() for word in sample.split(",")]
-    if all(word.isdecimal() for word in words):
-        tokens = [int(word) for word in words]
-    else:
-        tokens = build_tokenizer("HuggingFaceTokenizer", str(folder)).tokenize(sample)
+    tokens = token_ids(sample)
+    if tokens is None:
+        if tokenizer_model is None:
+            raise ValueError(
+                f"--check {sample[:40]!r} is text, and the model has no tokenizer.json: give ids "
+                f"below {vocabulary} with commas between them"
+            )
+        tokens = build_tokenizer("HuggingFaceTokenizer", tokenizer_model).tokenize(sample)
     if not tokens or max(tokens) >= vocabulary:
         raise ValueError(
             f"--check {sample[:40]!r} gives {max(tokens, default='no')} as a token: give text, or "
@@ -84,7 +88,7 @@ def compare_on_sample(
     """
     source = Checkpoint.read(str(folder))
     vocabulary = source.config.vocab_size
-    tokens = sample_tokens(sample, folder, vocabulary)
+    tokens = sample_tokens(sample, str(folder), vocabulary)
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(float("nan"))

@@ -22,6 +22,7 @@ from distca.documents.tokenizer import Tokenizer, build_tokenizer
 from megatron_patches.checkpoint_data import read_common_state
 from megatron_patches.convert.folder import check_free, write_json, write_weights, written_whole
 from megatron_patches.convert.model import build_model, flags_of, parse_model
+from megatron_patches.convert.sample import sample_tokens
 from megatron_patches.convert.weights import by_their_names, pad_vocabulary
 from megatron_patches.families.bridges import bridge_of
 from megatron_patches.families.flags import vocabulary_flags
@@ -52,6 +53,7 @@ def to_hugging_face(
     float32: bool = False,
     force: bool = False,
     told: Callable[[str], None] = lambda doing: None,
+    sample: str | None = None,
 ) -> tuple[Any, Namespace]:
     """Writes the latest checkpoint of a folder as a model for transformers.
 
@@ -67,13 +69,15 @@ def to_hugging_face(
         float32: write float32, else what the run had.
         force: replace files of the same names in a folder that has files already.
         told: function that is called with what is being done.
+        sample: sample that the model must have the tokens of; None: there is none.
 
     Returns:
         Megatron's model, and its arguments.
 
     Raises:
-        ValueError: the checkpoint is missing or of no family that is converted, the tokenizer is
-            missing, or the output has files already.
+        ValueError: the checkpoint is missing or of no family that is converted, or not of the model
+            in `model_folder`; the tokenizer is missing; the output has files already; or the model
+            lacks a token of the sample.
     """
     check_free(output, force)
     iteration = latest_iteration(checkpoint)
@@ -91,8 +95,16 @@ def to_hugging_face(
     tokenizer = build_tokenizer(saved.tokenizer_type, where, size)
     bf16 = bool(saved.bf16) and not float32
     values, config, args = _architecture(
-        saved, _configuration(checkpoint, model_folder), tokenizer, where, bf16
+        saved,
+        _configuration(checkpoint, model_folder),
+        tokenizer,
+        where,
+        bf16,
+        only_kept=model_folder is not None,
     )
+    if sample is not None:
+        has_files = saved.tokenizer_type == "HuggingFaceTokenizer"
+        sample_tokens(sample, where if has_files else None, config.vocab_size)
     values["dtype"] = values["torch_dtype"] = "bfloat16" if bf16 else "float32"
     told("loading the weights")
     model = build_model(args)
@@ -164,14 +176,16 @@ def _architecture(
     tokenizer: Tokenizer,
     tokenizer_model: str | None,
     bf16: bool,
+    only_kept: bool = False,
 ) -> tuple[dict[str, Any], Any, Namespace]:
     """Returns the `config.json` of a checkpoint's model, as a configuration, and its arguments.
 
     Raises:
-        ValueError: neither `kept` nor a Llama's configuration is that of the model.
+        ValueError: `kept` is not that of the model; nor is a Llama's, unless `only_kept`.
     """
     tried = [] if kept is None else [_of_this_run(kept, saved, tokenizer)]
-    tried.append(llama_config(saved, tokenizer.vocab_size, tokenizer.eod))
+    if not only_kept:
+        tried.append(llama_config(saved, tokenizer.vocab_size, tokenizer.eod))
     differ = ""
     for values in tried:
         config = _as_configuration(values)

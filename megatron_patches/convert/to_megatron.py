@@ -12,6 +12,7 @@ from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import build_tokenizer
 from megatron_patches.convert.folder import check_fillable, filled_whole
 from megatron_patches.convert.model import build_model, flags_of, parse_model
+from megatron_patches.convert.sample import sample_tokens
 from megatron_patches.convert.weights import copy_in, pad_vocabulary
 from megatron_patches.families.bridges import bridge_of
 from megatron_patches.families.flags import run_flags, vocabulary_flags
@@ -26,6 +27,7 @@ def to_megatron(
     checkpoint: Path,
     bf16: bool,
     told: Callable[[str], None] = lambda doing: None,
+    sample: str | None = None,
 ) -> tuple[list[str], Any, Namespace]:
     """Writes a checkpoint of iteration 0 with the weights of a model of Hugging Face.
 
@@ -36,6 +38,7 @@ def to_megatron(
         checkpoint: folder for `--load`, which has no checkpoint yet.
         bf16: keep weights in bfloat16, else in float32.
         told: function that is called with what is being done.
+        sample: sample that the model must have the tokens of; None: there is none.
 
     Returns:
         The flags that describe the model, for `pretrain_gpt.py`; Megatron's model; its arguments.
@@ -43,7 +46,7 @@ def to_megatron(
     Raises:
         ValueError: the model cannot be converted, or the folder does not have exactly the weights
             of its configuration, or the tokenizer is of another model; or there is a checkpoint
-            already, or none can be written.
+            already, or none can be written; or the model lacks a token of the sample.
     """
     check_fillable(checkpoint)
     if latest_iteration(checkpoint) is not None:
@@ -60,6 +63,8 @@ def to_megatron(
         logger.warning("%s: %s left out, which training does not run", folder, ", ".join(left_out))
     tokens = build_tokenizer("HuggingFaceTokenizer", str(folder)).vocab_size
     flags += vocabulary_flags(tokens, source.config.vocab_size)
+    if sample is not None:
+        sample_tokens(sample, str(folder), source.config.vocab_size)
     args = parse_model(flags + run_flags(folder, source.config), bf16)
     model = build_model(args)
     bridge = bridge_of(source.config, args.params_dtype)

@@ -57,6 +57,8 @@ def model_flags(config: Any, parser: ArgumentParser) -> list[str]:
     described: SimpleNamespace = bridge.config
     unknown = {*vars(described)} - {*_ARCHITECTURE} - PASSED_OVER
     assert not unknown, f"mbridge describes {config.model_type} by {unknown}, too"
+    if getattr(described, "num_moe_experts", None) and described.moe_router_topk == 1:
+        _check_one_expert(described)
     words, actions = [], _actions(parser)
     for name in _ARCHITECTURE:
         value = getattr(described, name, None)
@@ -77,6 +79,20 @@ def model_flags(config: Any, parser: ArgumentParser) -> list[str]:
     if not config.tie_word_embeddings:
         words.append("--untie-embeddings-and-output-weights")
     return words + bridge.rotary_flags()
+
+
+def _check_one_expert(described: SimpleNamespace) -> None:
+    """Checks that megatron-core scores the experts of a token that has but one.
+
+    Raises:
+        ValueError: it refuses to.
+    """
+    score = getattr(described, "moe_router_score_function", None) or "softmax"
+    if score == "softmax" and not getattr(described, "moe_router_pre_softmax", False):
+        raise ValueError(
+            "num_experts_per_tok in config.json is 1: megatron-core has no softmax of one score, "
+            "which is always 1; only models with more experts per token are converted"
+        )
 
 
 def run_flags(tokenizer: Path, config: Any) -> list[str]:

@@ -219,9 +219,23 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
         (["m", "--checkpoint", "c"], "either the folder of a model"),
         (["m", "--force"], "--force is for --checkpoint"),
         (["m", "--hf-model", "m"], "--hf-model is for --checkpoint"),
+        (["m", "--check", ""], "--check '' has no token"),
+        (["m", "--check=5,-1"], "--check has the token id -1, which no model has: give text, or"),
+        (["m", "--check", "9" * 5000], "--check has the token id 999999999999..., which no"),
     ):
         with pytest.raises(ValueError, match=message):
             main([*arguments, "--to", str(tmp_path)])
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+@pytest.mark.parametrize("flag", ["MODEL", "--checkpoint", "--to", "--hf-model"])
+def test_what_is_no_path_is_refused(capsys, flag: str, path: str) -> None:
+    from distca.commands.convert import build_parser
+
+    words = [path] if flag == "MODEL" else [flag, path]
+    with pytest.raises(SystemExit):
+        build_parser().parse(["--to", "there", *words])
+    assert f"argument {flag}: {path!r} is no path: give one" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
@@ -233,6 +247,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
     assert "has no config.json" in capsys.readouterr().err
 
 
+ONE_EXPERT = ({"num_experts_per_tok": 1}, "num_experts_per_tok in config.json is 1: megatron-core")
 MIXED = {
     "deepseek_v2": (
         ({"num_experts_per_tok": 4}, "num_experts_per_tok 4 and topk_group 2 in config.json"),
@@ -266,6 +281,9 @@ MIXED = {
             "'yarn' by 32.0 is not converted with two rotary bases",
         ),
     ),
+    "gpt_oss": (ONE_EXPERT,),
+    "mixtral": (ONE_EXPERT,),
+    "qwen3_moe": (ONE_EXPERT,),
     "qwen3": (({"attention_bias": True}, "attention_bias in config.json is True"),),
 }
 
@@ -349,11 +367,12 @@ def test_samples(tmp_path: Path) -> None:
     from megatron_patches.convert.sample import Compared, sample_tokens
 
     add_tokenizer(tmp_path, 301)
-    assert sample_tokens("5, 3,300", tmp_path, 301) == [5, 3, 300]
-    assert sample_tokens("w7", tmp_path, 301) == [7]
-    for sample in ("5,301", ""):
+    model = str(tmp_path)
+    assert sample_tokens("5, 3,300", model, 301) == [5, 3, 300]
+    assert sample_tokens("w7", model, 301) == [7]
+    for sample, tokenizer in (("5,301", model), ("w7", None)):
         with pytest.raises(ValueError, match="ids below 301 with commas"):
-            sample_tokens(sample, tmp_path, 301)
+            sample_tokens(sample, tokenizer, 301)
     assert Compared(1, 1e-5, 1.0).equal
     assert not Compared(1, float("inf"), 1.0).equal
     assert not Compared(1, 1e-3, 1.0).equal

@@ -171,6 +171,16 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     }
 
 
+def llama_arguments(*flags: str) -> Namespace:
+    """Arguments that a run kept of a Llama, unless flags say otherwise."""
+    from megatron_patches.convert.model import parse_model
+
+    base = " ".join(SIZES).replace("HuggingFaceTokenizer", "NullTokenizer --vocab-size 76").split()
+    saved = saved_arguments({"args": parse_model([*base, *flags], bf16=False)})
+    saved.padded_vocab_size = 128
+    return saved
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -180,11 +190,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_llama_is_refused_by_name(flags: list[str], message: str) -> None:
-    from megatron_patches.convert.model import parse_model
-
-    base = " ".join(SIZES).replace("HuggingFaceTokenizer", "NullTokenizer --vocab-size 76").split()
-    saved = saved_arguments({"args": parse_model([*base, *flags], bf16=False)})
-    saved.padded_vocab_size = 128
+    saved = llama_arguments(*flags)
     tokenizer = build_tokenizer("NullTokenizer", None, 76)
     with pytest.raises(ValueError, match=f"not that of a llama: it was {message}[ :]"):
         to_hugging_face_module._architecture(saved, None, tokenizer, None, False)
@@ -210,6 +216,18 @@ def test_the_family_s_configuration_says_what_flags_cannot(tmp_path: Path) -> No
     assert values["initializer_range"] == 0.5
     with pytest.raises(ValueError, match="not that of a qwen3: it was trained with --num-layers 2"):
         architecture(num_hidden_layers=3)
+
+
+def test_a_configuration_of_another_model_is_not_passed_over() -> None:
+    """A Llama's checkpoint, and `--hf-model` of another family."""
+    tokenizer = build_tokenizer("NullTokenizer", None, 76)
+    saved = llama_arguments()
+    other = small_config("mixtral").to_dict()
+    values, *_ = to_hugging_face_module._architecture(saved, other, tokenizer, None, False)
+    # Of what is kept beside checkpoints, only the tokenizer may be theirs.
+    assert values["model_type"] == "llama"
+    with pytest.raises(ValueError, match="not that of a mixtral: it was trained with --hidden-s"):
+        to_hugging_face_module._architecture(saved, other, tokenizer, None, False, only_kept=True)
 
 
 def test_documents_may_be_longer_than_windows() -> None:
