@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +27,38 @@ _ABOVE_ZERO = (
     "num_experts_per_tok",
 )
 _NOT_BELOW_ZERO = ("rms_norm_eps",)
+_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+_MOST_LAYERS = 1000
+"""More layers than any model has: an outline of them takes a second or two."""
+
+
+def check_file(folder: Path) -> None:
+    """Refuses a config.json that transformers' error does not explain, or takes very long for.
+
+    Args:
+        folder: folder of the model.
+
+    Raises:
+        ValueError: it is not an object of JSON, or its model has too few or too many layers or
+            heads.
+    """
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        # transformers says so.
+        return
+    if not isinstance(values, dict):
+        raise ValueError(f"{folder}: config.json is no object of JSON, {{...}}: download it again")
+    parts = [each for each in (values, values.get("text_config")) if isinstance(each, dict)]
+    for name, value in ((name, part.get(name)) for part in parts for name in _COUNTS):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if value < 1:
+            raise ValueError(f"{folder}: {name} in config.json is {value}: it must be above 0")
+        if name == "num_hidden_layers" and value > _MOST_LAYERS:
+            raise ValueError(
+                f"{folder}: {name} in config.json is {value}: it must be at most {_MOST_LAYERS}"
+            )
 
 
 def check_values(config: PreTrainedConfig, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -166,6 +167,9 @@ def _open_pickled(file: Path) -> dict[str, StoredTensor]:
         # Only files of torch 1.6 and later are archives, which can be mapped into memory.
         mapped = zipfile.is_zipfile(file)
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError:
+        # torch advises to load whatever it is.
+        raise _damaged(file, ValueError("it is no pickle of tensors alone")) from None
     # Bytes that are no pickle raise whatever they are taken for.
     except Exception as error:
         raise _damaged(file, error) from None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from distca.checkpoints.config_values import check_values
+from distca.checkpoints.config_values import check_file, check_values
 from distca.checkpoints.hub import check_path
 from distca.checkpoints.problems import Source, find_problems
 from distca.checkpoints.stored_weights import (
@@ -124,6 +124,8 @@ class Checkpoint:
             raise ValueError(
                 f"{path} has no config.json: give the folder of a model of transformers"
             )
+        if Path(path).exists():
+            check_file(Path(path))
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             text = config.get_text_config(decoder=True)

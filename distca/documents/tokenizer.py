@@ -112,9 +112,12 @@ def _eos_token(config: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError, RecursionError) as error:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{config} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config} cannot be read: it is no object of JSON, {{...}}")
+    eos = settings.get("eos_token")
     return eos["content"] if isinstance(eos, dict) else eos
 
 

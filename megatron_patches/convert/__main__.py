@@ -85,4 +85,10 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     end_with_parent()
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SystemExit as ended:
+        if ended.code:
+            # The reason is said. Files that torch could not write are closed once more at the end.
+            sys.unraisablehook = lambda unraisable: None
+        raise

@@ -106,6 +106,7 @@ def to_hugging_face(
         has_files = saved.tokenizer_type == "HuggingFaceTokenizer"
         sample_tokens(sample, where if has_files else None, config.vocab_size)
     values["dtype"] = values["torch_dtype"] = "bfloat16" if bf16 else "float32"
+    generation = _generation(model_folder or kept_tokenizer(checkpoint), tokenizer)
     told("loading the weights")
     model = build_model(args)
     load_weights(model, args, checkpoint)
@@ -115,7 +116,7 @@ def to_hugging_face(
     with written_whole(output, force) as folder:
         write_json(folder / "config.json", values)
         write_weights(folder, by_their_names(model, bridge))
-        _write_generation(model_folder or kept_tokenizer(checkpoint), tokenizer, folder)
+        (folder / "generation_config.json").write_text(generation, encoding="utf-8")
         _write_tokenizer(saved.tokenizer_type, where, tokenizer, values, folder)
     logger.info("converted iteration %d of %s to %s", iteration, checkpoint, output)
     return model, args
@@ -245,14 +246,25 @@ def _tokenizer_flags(
     return words + vocabulary_flags(tokenizer.vocab_size, config.vocab_size)
 
 
-def _write_generation(before: Path | None, tokenizer: Tokenizer, output: Path) -> None:
-    """Writes how text is generated: as before training, or the likeliest until a document ends."""
+def _generation(before: Path | None, tokenizer: Tokenizer) -> str:
+    """Returns how text is generated: as before training, or the likeliest until a document ends.
+
+    It is the text of a file, in JSON.
+
+    Raises:
+        ValueError: what there was before cannot be read.
+    """
     given = None if before is None else before / "generation_config.json"
-    if given is not None and given.is_file():
-        shutil.copy(given, output)
-        return
-    settings = {"eos_token_id": tokenizer.eod, "do_sample": False}
-    write_json(output / "generation_config.json", settings)
+    if given is None or not given.is_file():
+        return json.dumps({"eos_token_id": tokenizer.eod, "do_sample": False}, indent=2) + "\n"
+    try:
+        text = given.read_text(encoding="utf-8")
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{given} cannot be read ({error}): correct or remove it") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{given} is no object of JSON, {{...}}: correct or remove it")
+    return text
 
 
 def _write_tokenizer(

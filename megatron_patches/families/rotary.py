@@ -21,6 +21,8 @@ LATENT_YARN = {
 }
 """YaRN with multi-latent attention as megatron-core has it, where no flag chooses these."""
 
+_MOST_BASE = 1e15
+"""Greatest base. Above 2**53, floating point does not tell whole numbers apart."""
 
 LOCAL_ROTARY_BASE = 10000.0
 """Rotary base of Gemma 3's layers with a window."""
@@ -195,9 +197,14 @@ def _base_flags(rope: dict[str, Any]) -> list[str]:
     """Returns the flags of a rotary embedding's base.
 
     Raises:
-        ValueError: there is none, or it is not a whole number.
+        ValueError: there is none, or it is not a whole number, or too large for one.
     """
     base = _number(rope, "rope_theta")
+    if base > _MOST_BASE:
+        raise ValueError(
+            f"rope_theta of the rotary embedding in config.json is {base}: only bases of at most "
+            f"{_MOST_BASE:g} are converted"
+        )
     if base != int(base):
         raise ValueError(f"rope_theta {base} is not a whole number, which --rotary-base must be")
     return ["--position-embedding-type", "rope", "--rotary-base", str(int(base))]
