@@ -49,7 +49,7 @@ def sample_tokens(sample: str, tokenizer_model: str | None, vocabulary: int) -> 
 
     Args:
         sample: text, or token ids with commas between them.
-        tokenizer_model: a tokenizer.json or its folder; None: there is none.
+        tokenizer_model: a tokenizer.json or its folder; None: only ids can be given.
         vocabulary: number of tokens that the model has.
 
     Raises:

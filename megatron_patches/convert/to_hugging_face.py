@@ -69,7 +69,7 @@ def to_hugging_face(
         float32: write float32, else what the run had.
         force: replace files of the same names in a folder that has files already.
         told: function that is called with what is being done.
-        sample: sample that the model must have the tokens of; None: there is none.
+        sample: sample that the model must have the tokens of; None: no sample.
 
     Returns:
         Megatron's model, and its arguments.
@@ -182,7 +182,7 @@ def _architecture(
     """Returns the `config.json` of a checkpoint's model, as a configuration, and its arguments.
 
     Raises:
-        ValueError: `kept` is not that of the model; nor is a Llama's, unless `only_kept`.
+        ValueError: `kept` is not that of the model, and a Llama's is not, or must not be tried.
     """
     tried = [] if kept is None else [_of_this_run(kept, saved, tokenizer)]
     if not only_kept:

@@ -38,7 +38,7 @@ def to_megatron(
         checkpoint: folder for `--load`, which has no checkpoint yet.
         bf16: keep weights in bfloat16, else in float32.
         told: function that is called with what is being done.
-        sample: sample that the model must have the tokens of; None: there is none.
+        sample: sample that the model must have the tokens of; None: no sample.
 
     Returns:
         The flags that describe the model, for `pretrain_gpt.py`; Megatron's model; its arguments.

@@ -197,7 +197,7 @@ def _base_flags(rope: dict[str, Any]) -> list[str]:
     """Returns the flags of a rotary embedding's base.
 
     Raises:
-        ValueError: there is none, or it is not a whole number, or too large for one.
+        ValueError: it is missing, or no whole number, or too large for one.
     """
     base = _number(rope, "rope_theta")
     if base > _MOST_BASE:
