@@ -1,4 +1,4 @@
-"""Errors of torch.distributed that come of another rank, which has ended or does not answer."""
+"""Errors of torch.distributed that come of another rank: it has ended, or calls something else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAITED = ("imed out", "imeout", "timing out")
 
 
 class LostRankError(TransportError):
-    """Raised if another rank has ended or does not answer.
+    """Raised if another rank has ended, does not answer, or calls something else.
 
     Its cause (`__cause__`) is the error of gloo or NCCL.
     """
@@ -60,9 +60,9 @@ def naming_lost_ranks(operation: str) -> Iterator[None]:
             raise
         ours = dist.get_rank() if dist.is_initialized() else "?"
         raise LostRankError(
-            f"rank {ours} cannot finish {operation}, since another rank has ended or does not "
-            "answer: look for the first error in the output of all ranks; torchrun names the rank "
-            f"that failed first ({_first_line(error)})"
+            f"rank {ours} cannot finish {operation}, since another rank has ended, does not "
+            "answer, or calls something else: look for the first error in the output of all "
+            f"ranks; torchrun names the rank that failed first ({_first_line(error)})"
         ) from error
 
 

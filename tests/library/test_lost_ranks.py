@@ -30,7 +30,7 @@ def _check(found: tuple[str, ...]) -> None:
     kind, text, cause, of_cause = found
     assert kind == "LostRankError", found
     assert text.startswith("rank 0 cannot finish ")
-    assert "another rank has ended or does not answer: look for the first error in" in text
+    assert "another rank has ended, does not answer, or calls something else: look for" in text
     assert "\n" not in text
     # What torch says is there, too.
     assert cause in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
