@@ -30,13 +30,18 @@ def agreed_values(
         group: the ranks; None: all.
 
     Raises:
-        ValueError: `check` raised it on some rank, or ranks have values of other dtypes or of other
-            sizes than rank 0, the number of rows aside; on all ranks.
+        ValueError: `check` raised it on some rank, or ranks have values on another device, of other
+            dtypes or of other sizes than rank 0, the number of rows aside; on all ranks.
         LostRankError: another rank has ended or does not answer.
     """
     values, wrong, kind = None, None, ""
     try:
         values = check()
+        if values.device.type != device.type:
+            raise ValueError(
+                f"values for {operation} are on the device {values.device}, but the batch on "
+                f"{device}: move them there"
+            )
         sizes = ", ".join(["rows", *map(str, values.shape[1:])])
         kind = f"{values.dtype} [{sizes}]"
     except ValueError as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
 from distca.library.agreed import agreed_values
-from distca.library.documents import IGNORED
+from distca.library.documents import IGNORED, check_readable
 from distca.library.nodes import Nodes
 from distca.plan import Plan
 from distca.transport import naming_lost_ranks
@@ -56,9 +56,11 @@ class Progress:
 
     Attributes:
         attended: whether core attention has run.
+        first: whether core attention had run for no batch of the planner when it was placed.
     """
 
     attended: bool = False
+    first: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +214,9 @@ class Batch:
         """Puts the values of predictions of all ranks together, by rollout. Collective.
 
         The gradients of all ranks' losses add up, as if one loss were their sum. So each rank may
-        have a loss of some rollouts: then the backward pass is collective, too.
+        have a loss of some rollouts: then the backward pass is collective, too. A rank whose loss
+        uses none, such as one of more ranks than rollouts, must add `0 * sum` of the values to it:
+        otherwise the others wait for that rank.
 
         Args:
             values: a value for each prediction of this rank, `[predictions]`, such as
@@ -289,10 +293,11 @@ class Batch:
         """
 
         def checked() -> torch.Tensor:
-            if _is_no_tensor(self._checked_predictions(values), 1):
+            # Numbers of 1 byte cannot be added.
+            if _is_no_tensor(self._checked_predictions(values), 1) or values.itemsize == 1:
                 raise ValueError(
                     f"values are {_kind(values)}: give floating-point numbers of one dimension, "
-                    "one for each prediction"
+                    "one for each prediction, of 2 bytes or more"
                 )
             return values
 
@@ -313,6 +318,7 @@ class Batch:
         that `inputs_of` gives a model on a rank without tokens."""
         count = len(self.tokens)
         if not count and isinstance(values, torch.Tensor) and values.dim() and len(values) == 1:
+            _check_dense("values", values)
             return values[:0]
         _check_count(values, count, "tokens")
         return values
@@ -330,15 +336,20 @@ class Batch:
     ) -> torch.Tensor:
         """Puts values of all ranks in one tensor `[total, …]`: `numbers` has each rank's places."""
         most = max(len(each) for each in numbers)
-        mine = values.new_zeros((most, *values.shape[1:]))
-        mine[: len(values)] = values.detach()
+        # As bytes: gloo knows few dtypes, and torch moves rows of few.
+        row = values.shape[1:]
+        size = row.numel() * values.element_size()
+        mine = self.tokens.new_zeros((most, size), dtype=torch.uint8)
+        mine[: len(values)] = (
+            values.detach().contiguous().view(-1).view(torch.uint8).view(len(values), size)
+        )
         everyone = [torch.empty_like(mine) for _ in numbers]
         with naming_lost_ranks(operation):
             dist.all_gather(everyone, mine, self.group)
-        found = values.new_zeros((total, *values.shape[1:]))
+        found = mine.new_zeros((total, size))
         for places, each in zip(numbers, everyone, strict=True):
             found[torch.from_numpy(places).to(found.device)] = each[: len(places)]
-        return found
+        return found.view(-1).view(values.dtype).view(total, *row)
 
 
 def _kind(values: object) -> str:
@@ -346,6 +357,17 @@ def _kind(values: object) -> str:
     if isinstance(values, torch.Tensor):
         return f"{values.dtype} {list(values.shape)}"
     return f"a {type(values).__name__}"
+
+
+def _check_dense(what: str, values: torch.Tensor) -> None:
+    """Checks that values have a place in memory each.
+
+    Raises:
+        ValueError: they are sparse, nested, quantized, or on the meta device.
+    """
+    check_readable(what, values)
+    if values.is_quantized:
+        raise ValueError(f"{what} are quantized: give values.dequantize()")
 
 
 def _is_no_tensor(values: object, dimensions: int) -> bool:
@@ -366,6 +388,7 @@ def _check_count(values: object, count: int, what: str) -> None:
             f"values are {_kind(values)}: give a tensor, one row for each of the {count} {what} of "
             "this rank"
         )
+    _check_dense("values", values)
     if len(values) != count:
         raise ValueError(
             f"{len(values)} values are given for {count} {what} of this rank: give one for each"

@@ -38,7 +38,8 @@ def core_attention(
 
     Every rank of the planner's group must call it for every layer, in the same order. This also
     holds in evaluation, and for a rank without tokens. Use `torch.no_grad()` on all ranks or on
-    none.
+    none. Ranks that call it in different orders, or with different masks or scales, get wrong
+    numbers, and an error when they next call `Planner.place`.
 
     Args:
         q_THD: queries, `[rows, heads, head_dim]`, of the dtype that the planner's shape has.
@@ -56,7 +57,8 @@ def core_attention(
 
     Raises:
         ValueError: a tensor has another shape or dtype than the batch or the planner, the planner
-            has no such mask or soft cap, or the batch is gone.
+            has no such mask or soft cap, or the batch is gone. In a planner's first call: the dtype
+            is another one on some rank, or a tensor of some rank is refused; on all ranks.
     """
     handle = batch.handle if isinstance(batch, Batch) else batch
     if scale is None:
@@ -74,6 +76,16 @@ def _call_of(
     planner, number = find_planner(handle)
     mask = Mask(None if window == _NONE else window, None if chunk == _NONE else chunk)
     return planner, *planner.call(number, mask, scale)
+
+
+def _in_words(
+    phase: str, q: torch.Tensor, handle: int, window: int, chunk: int, scale: float
+) -> str:
+    """Says what all ranks must call the same."""
+    found = f"{phase} of batch {find_planner(handle)[1]} in {q.dtype} with a scale of {scale}"
+    if window != _NONE:
+        found += f" and a window of {window}"
+    return found if chunk == _NONE else f"{found} and chunks of {chunk}"
 
 
 def _check(
@@ -120,9 +132,15 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, and the LSE, `[rows, heads]`, float32."""
     planner, call, exchange = _call_of(handle, window, chunk, scale)
-    _check(planner, exchange, sink, q=q, k=k, v=v)
-    if softcap != _UNKNOWN:
-        planner.check_softcap(softcap)
+
+    def check() -> torch.Tensor:
+        _check(planner, exchange, sink, q=q, k=k, v=v)
+        if softcap != _UNKNOWN:
+            planner.check_softcap(softcap)
+        return q
+
+    planner.agree(check)
+    planner.add_call(_in_words("the forward pass", q, handle, window, chunk, scale))
     call.dispatch(q.contiguous(), k.contiguous(), v.contiguous())
     call.compute()
     call.combine(sink)
@@ -161,7 +179,8 @@ def _backward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of queries, keys, values and sink; an empty one where there is none."""
-    _, call, _ = _call_of(handle, window, chunk, scale)
+    planner, call, _ = _call_of(handle, window, chunk, scale)
+    planner.add_call(_in_words("the backward pass", q, handle, window, chunk, scale))
     call.resume(q.contiguous(), k.contiguous(), v.contiguous(), out, lse, sink)
     of_sink = call.dispatch_backward(dout.contiguous())
     call.compute_backward()

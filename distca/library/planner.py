@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from numbers import Real
 
@@ -18,11 +18,18 @@ from distca.attention.softcap import SoftCapped
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape
+from distca.library.agreed import agreed_values
 from distca.library.batch import Batch, Predictions, Progress
+from distca.library.compared import (
+    Comparisons,
+    Placed,
+    compare_arguments,
+    digest_of_bytes,
+)
 from distca.library.documents import IGNORED, Document, check_integer
 from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
-from distca.library.share import Given, check_process_group, digest
+from distca.library.share import Given, check_process_group
 from distca.library.tree_memory import device_memory, without_room
 from distca.library.trees import Tree
 from distca.plan import BLOCK, Mask, Plan
@@ -31,7 +38,7 @@ from distca.runtime.attention_call import CallResources
 from distca.runtime.exchange import build_exchange
 from distca.schedule import ScheduleConfig
 from distca.schedule.schedulers import SCHEDULERS
-from distca.transport import CollectiveTransport, naming_lost_ranks, new_exchange_group
+from distca.transport import CollectiveTransport, new_exchange_group
 
 _CAUSAL = Mask()
 
@@ -87,37 +94,33 @@ class Planner:
         vocabulary: int | None = None,
     ) -> None:
         check_process_group()
-        if scheduler not in SCHEDULERS:
-            raise ValueError(f"no scheduler {scheduler!r}: choose from {', '.join(SCHEDULERS)}")
-        masks = (masks,) if isinstance(masks, Mask) else tuple(masks)
-        if not masks or len(set(masks)) < len(masks):
-            raise ValueError("masks has none, or one twice: give each mask of the layers once")
-        if max_live_batches < 1:
-            raise ValueError(f"max_live_batches is {max_live_batches}: give at least 1")
-        if memory_bytes is not None and not (
-            isinstance(memory_bytes, Real) and float(memory_bytes) >= 1
-        ):
-            raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or None")
-        if vocabulary is not None:
-            check_integer("vocabulary", vocabulary, 1)
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if shape.dtype_bytes not in (2, 4):
-            raise ValueError(
-                f"the shape has {shape.dtype_bytes} bytes an element: give 2 for bfloat16 and "
-                "float16, or 4 for float32"
-            )
-        if device.type == "cuda" and shape.dtype_bytes != 2:
-            raise ValueError(
-                f"the shape has {shape.dtype_bytes} bytes an element, but kernels of GPUs compute "
-                "in bfloat16 and float16 only: give 2, and queries, keys and values of that dtype"
-            )
-        self.shape, self.masks, self.device = shape, masks, device
-        self._group, self._kernel = group, _select_kernel(shape, softcap, device)
-        self._softcap = softcap
+        device = _device_of(device)
+        of_layers = (masks,) if isinstance(masks, Mask) else tuple(masks)
+        arguments, wrong = {}, None
+        try:
+            _check_arguments(of_layers, scheduler, max_live_batches, memory_bytes, vocabulary)
+            _check_dtype(shape, device)
+            self._kernel = _select_kernel(shape, softcap, device)
+            config = ScheduleConfig(tolerance, shape, cost_model, block)
+            # Those that a rank may choose for itself are missing.
+            arguments = {
+                "shape": str(shape),
+                "masks": str(of_layers),
+                "softcap": str(softcap and float(softcap)),
+                "scheduler": scheduler,
+                "tolerance": str(float(tolerance)),
+                "block": str(int(block)),
+                "cost_model": cost_model.description if cost_model else "None",
+                "device": device.type,
+                "max_live_batches": str(int(max_live_batches)),
+                "vocabulary": str(vocabulary and int(vocabulary)),
+            }
+        except ValueError as error:
+            wrong = error
+        compare_arguments(arguments, wrong, group)
+        self._arguments = digest_of_bytes(each.encode() for each in arguments.values())
+        self.shape, self.masks, self.device = shape, of_layers, device
+        self._group, self._softcap = group, softcap
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         exchanges = new_exchange_group(ranks, _timeout_of(group, device), alone=group is not None)
         assert exchanges is not None
@@ -126,12 +129,12 @@ class Planner:
         self._memory = device_memory(device) if memory_bytes is None else memory_bytes
         self._vocabulary = vocabulary
         self._trace, self._times = Trace(device), AttentionTimes(device)
-        config = ScheduleConfig(tolerance, shape, cost_model, block)
         self._plan = PlanDocuments(scheduler, config, self.masks, len(ranks))
         # This rank's part of each batch's plans, one for each mask, and what was computed of it.
         self._placed: OrderedDict[int, tuple[tuple[Exchange, ...], Progress]] = OrderedDict()
         self._max_live, self._batches = max_live_batches, itertools.count()
-        self._compared, self._have_trees = 0, False
+        self._comparisons = Comparisons(group, device)
+        self._compared, self._have_trees, self._agrees = 0, False, False
         self._number = next(_NUMBERS)
         _PLANNERS[self._number] = self
 
@@ -151,7 +154,10 @@ class Planner:
     def place(self, documents: PlannedDocuments | Sequence[Given]) -> Batch:
         """Places a micro-batch. Collective: all ranks of the group place the same documents.
 
-        The ranks compare their documents in the first batches, and in all from the first trees on.
+        The ranks compare their documents and plans, and what they have called since the last batch.
+        In the first 8 batches, in all from the first trees on, and on CPUs they do so before they
+        go on. Otherwise a GPU would be waited for, and a difference is an error of the next call of
+        `place`; until then outputs are wrong, or an exchange ends with an error of its own.
 
         Args:
             documents: documents, or their tokens alone, int64 `[tokens]`; rollouts, which share
@@ -163,24 +169,20 @@ class Planner:
 
         Raises:
             ValueError: see `Document`; the plans are of another number of ranks or masks; the
-                ranks' documents differ; or buffers need more memory than there is.
+                ranks' documents, plans or planners differ; they called `core_attention` or its
+                backward pass in different orders; or buffers need more memory than there is.
         """
         find_planner(self._number * _BATCHES)
-        made = self._planned(documents)
+        made, needed = self._planned(documents)
         transport, rank = self._transport, self._transport.rank
         number = next(self._batches)
         nodes = Nodes(made.documents)
-        needed = CoreAttentionMemory()
-        for plan in made.plans:
-            needed = needed.union(plan_memory(plan, self.shape))
-        if needed.total(1) > self._memory:
-            raise ValueError(without_room(nodes, made.plans[0], needed.total(1), self._memory))
         self._buffers.reserve(needed, transport)
         exchanges = tuple(build_exchange(plan, rank) for plan in made.plans)
         if self.device.type != "cpu":
             # Of its own memory, since several batches may be under way.
             exchanges = tuple(each.map_indices(self._to_device) for each in exchanges)
-        progress = Progress()
+        progress = Progress(first=not self._agrees)
         self._placed[number] = exchanges, progress
         while len(self._placed) > self._max_live:
             self._placed.popitem(last=False)
@@ -204,34 +206,46 @@ class Planner:
             self._group,
         )
 
-    def _planned(self, given: PlannedDocuments | Sequence[Given]) -> PlannedDocuments:
+    def _planned(
+        self, given: PlannedDocuments | Sequence[Given]
+    ) -> tuple[PlannedDocuments, CoreAttentionMemory]:
         """Plans documents and compares them with those of other ranks. Collective.
+
+        Returns:
+            The documents and their plans, and the memory that these need.
 
         Raises:
             ValueError: see `place`.
         """
-        made, wrong, mine = None, None, _NOTHING
-        compares = self._have_trees or self._compared < _COMPARED
+        made, wrong, mine, trees = None, None, Placed(), False
+        needed = CoreAttentionMemory()
         try:
             made = given if isinstance(given, PlannedDocuments) else self._plan(given)
             self._check_plans(made.plans)
             self._check_vocabulary(made.documents)
+            for plan in made.plans:
+                needed = needed.union(plan_memory(plan, self.shape))
+            if needed.total(1) > self._memory:
+                nodes = Nodes(made.documents)
+                raise ValueError(without_room(nodes, made.plans[0], needed.total(1), self._memory))
             # Rollouts are often sampled anew in each step.
             trees = any(isinstance(each, Tree) for each in made.documents)
-            compares |= trees
-            if compares:
-                mine = digest(made.documents)
+            mine = Placed(*made.digests, self._arguments)
         except ValueError as error:
             wrong = error
-        if compares:
-            self._compared += 1
-            self._compare(mine, wrong)
+        try:
+            at_once = trees or self._have_trees or self._compared < _COMPARED
+            self._comparisons.compare(mine, at_once)
+        except ValueError:
+            if wrong is None:
+                raise
+        self._compared += 1
         if wrong is not None:
             raise wrong
         assert made is not None
         # All ranks have them.
         self._have_trees |= trees
-        return made
+        return made, needed
 
     def _check_plans(self, plans: Sequence[Plan]) -> None:
         """Raises a `ValueError` if plans are of other ranks or masks."""
@@ -256,35 +270,6 @@ class Planner:
         if len(wrong):
             raise ValueError(
                 f"token {int(wrong[0])} is not one of the model's {most}: use its tokenizer"
-            )
-
-    def _compare(self, number: int, wrong: ValueError | None) -> None:
-        """Compares the documents of all ranks. Collective.
-
-        Args:
-            number: digest of this rank's documents, or `_NOTHING`.
-            wrong: why it has none.
-
-        Raises:
-            ValueError: they differ; on all ranks.
-        """
-        mine = torch.tensor([number], device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self._transport.world_size)]
-        with naming_lost_ranks("the comparison of documents in Planner.place"):
-            dist.all_gather(found, mine, self._group)
-            numbers = torch.cat(found).tolist()
-        others = [rank for rank, each in enumerate(numbers) if each != numbers[0]]
-        if wrong is not None:
-            raise wrong
-        if _NOTHING in numbers:
-            raise ValueError(
-                f"rank {numbers.index(_NOTHING)} cannot place its documents, and says why: give "
-                "the same ones on all ranks, or use share_documents"
-            )
-        if others:
-            raise ValueError(
-                f"rank {others[0]} places other documents than rank 0: read the same ones on all "
-                "ranks (a data loader that shuffles needs the same seed), or use share_documents"
             )
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -329,6 +314,26 @@ class Planner:
         )
         return AttentionCall(resources, EventCursor([exchange]), 0, 0, scale, {}), exchange
 
+    def agree(self, check: Callable[[], torch.Tensor]) -> None:
+        """Compares the dtype of queries, keys and values with other ranks, in the first call.
+        Collective.
+
+        Args:
+            check: checks this rank's, and returns the queries.
+
+        Raises:
+            ValueError: `check` raised it on some rank, or dtypes differ; on all ranks.
+        """
+        if self._agrees:
+            check()
+            return
+        agreed_values("core_attention", check, self.device, self._group)
+        self._agrees = True
+
+    def add_call(self, call: str) -> None:
+        """Notes a call of core attention, in words, which `place` compares."""
+        self._comparisons.add_call(call)
+
     def check_softcap(self, softcap: float) -> None:
         """Checks that a layer has the soft cap that the planner's kernel has.
 
@@ -353,10 +358,8 @@ class Planner:
 
 _BATCHES = 2**40
 """A handle is the planner's number times this, plus the batch's number."""
-_NOTHING = -1
-"""In place of a digest: a rank cannot place what it was given."""
 _COMPARED = 8
-"""Batches in which ranks compare their documents. A comparison waits for the device."""
+"""First batches, in which ranks wait for the comparison of their documents also on GPUs."""
 
 # torch's operations take tensors and numbers alone, so that a batch's handle has to name its
 # planner. An entry ends with its planner.
@@ -383,6 +386,56 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timede
     assert group is not None
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
+
+
+def _device_of(given: torch.device | str | None) -> torch.device:
+    """Returns the device of a planner, a GPU with its number."""
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(given)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_arguments(
+    masks: Sequence[Mask],
+    scheduler: str,
+    max_live_batches: int,
+    memory_bytes: float | None,
+    vocabulary: int | None,
+) -> None:
+    """Checks arguments of a planner.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+    if scheduler not in SCHEDULERS:
+        raise ValueError(f"no scheduler {scheduler!r}: choose from {', '.join(SCHEDULERS)}")
+    if not masks or len(set(masks)) < len(masks):
+        raise ValueError("masks has none, or one twice: give each mask of the layers once")
+    if max_live_batches < 1:
+        raise ValueError(f"max_live_batches is {max_live_batches}: give at least 1")
+    if memory_bytes is not None and not (
+        isinstance(memory_bytes, Real) and float(memory_bytes) >= 1
+    ):
+        raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or None")
+    if vocabulary is not None:
+        check_integer("vocabulary", vocabulary, 1)
+
+
+def _check_dtype(shape: AttentionShape, device: torch.device) -> None:
+    """Raises a `ValueError` if no kernel of a device computes in a shape's dtype."""
+    if shape.dtype_bytes not in (2, 4):
+        raise ValueError(
+            f"the shape has {shape.dtype_bytes} bytes an element: give 2 for bfloat16 and "
+            "float16, or 4 for float32"
+        )
+    if device.type == "cuda" and shape.dtype_bytes != 2:
+        raise ValueError(
+            f"the shape has {shape.dtype_bytes} bytes an element, but kernels of GPUs compute "
+            "in bfloat16 and float16 only: give 2, and queries, keys and values of that dtype"
+        )
 
 
 def _select_kernel(shape: AttentionShape, softcap: float | None, device: torch.device) -> Kernel:

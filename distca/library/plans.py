@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from distca.library.compared import digest_of_plans
 from distca.library.documents import Document
 from distca.library.nodes import Nodes
-from distca.library.share import Given, as_documents
+from distca.library.share import Given, as_documents, digest
 from distca.library.trees import Tree
 from distca.plan import Mask, Plan, validate_plan
 from distca.plan.span import Int64s
@@ -31,6 +33,11 @@ class PlannedDocuments:
 
     documents: tuple[Document | Tree, ...]
     plans: tuple[Plan, ...]
+
+    @cached_property
+    def digests(self) -> tuple[int, int]:
+        """Numbers of 63 bits that other documents, and other plans, hardly have."""
+        return digest(self.documents), digest_of_plans(self.plans)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,10 @@ class PlanDocuments:
             plans = first, *others
         for plan in plans:
             validate_plan(plan)
-        return PlannedDocuments(documents, plans)
+        made = PlannedDocuments(documents, plans)
+        # Also in a data loader's worker, which has the time. They are pickled with the plans.
+        _ = made.digests
+        return made
 
     def _plan_trees(self, nodes: Nodes, capacities: Int64s) -> tuple[Plan, ...]:
         if self.scheduler != "tiles":

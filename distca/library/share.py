@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.library.compared import digest_of_bytes
 from distca.library.documents import Document, check_readable
 from distca.library.nodes import Nodes
 from distca.library.trees import Rollout, Tree, share_prefixes
@@ -181,12 +181,17 @@ def check_process_group() -> None:
 
 def digest(documents: Sequence[Document | Tree]) -> int:
     """Returns a number of 63 bits that other documents hardly have."""
-    nodes, summed = Nodes(tuple(documents)), hashlib.blake2b(digest_size=8)
-    _, _, targets, weights = nodes.predictions
-    paths = [each for path in nodes.paths().items() for each in (np.array(path[0]), path[1])]
-    numbers = (nodes.own_lengths, nodes.parents, nodes.two_way, *paths, *nodes.trained[:3])
-    tensors = (*nodes.tokens, targets, weights, nodes.trained[3])
-    for each in (*numbers, *(each.numpy() for each in tensors)):
-        summed.update(each.size.to_bytes(8, "little"))
-        summed.update(each.tobytes())
-    return int.from_bytes(summed.digest(), "little") >> 1
+    tensors: list[torch.Tensor] = []
+    numbers: list[np.ndarray] = []
+    if not any(isinstance(each, Tree) for each in documents):
+        for each in documents:
+            assert isinstance(each, Document)
+            tensors += each.tokens, each.next_tokens
+    else:
+        nodes = Nodes(tuple(documents))
+        _, _, targets, weights = nodes.predictions
+        paths = [each for path in nodes.paths().items() for each in (np.array(path[0]), path[1])]
+        numbers = [nodes.own_lengths, nodes.parents, nodes.two_way, *paths, *nodes.trained[:3]]
+        tensors = [*nodes.tokens, targets, weights, nodes.trained[3]]
+    arrays = (*numbers, *(each.numpy() for each in tensors))
+    return digest_of_bytes(np.ascontiguousarray(each).tobytes() for each in arrays)
