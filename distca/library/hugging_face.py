@@ -14,13 +14,16 @@ the loss by the number of ranks (see `examples/`).
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from distca.cost.volume import AttentionShape
-from distca.library.batch import Batch
+from distca.library.batch import Batch, Progress
 from distca.library.documents import IGNORED
 from distca.library.operation import core_attention
 from distca.plan import Mask
@@ -56,10 +59,13 @@ def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
             of FSDP, it is not that of the weights.
 
     Raises:
-        ValueError: the model has layers, masks or rotary embeddings that cannot be shared.
+        ValueError: the model has layers, masks or rotary embeddings that cannot be shared, or its
+            type takes no other attention or no positions. Code of a model that transformers don't
+            have is not looked at: compare its loss with one process's.
     """
     config = config.get_text_config()
     _refuse_models(config)
+    _refuse_families(config)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -92,6 +98,32 @@ def _refuse_models(config: Any) -> None:
         raise ValueError(f"{config.model_type} is no decoder: use another model")
 
 
+def _refuse_families(config: Any) -> None:
+    """Refuses types of models whose code has an attention or positions of its own.
+
+    Raises:
+        ValueError: the model is one of these.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is None:
+        return
+    # The flag is not set for all that look their attention up.
+    looks_up = model._supports_attention_backend
+    looks_up |= hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not looks_up:
+        raise ValueError(
+            f"models of the type {config.model_type} are not supported, since they take no "
+            "attention but their own: use another model"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"models of the type {config.model_type} are not supported, since they take no "
+            "position_ids, and ranks have parts of documents: use another model"
+        )
+
+
 def _masks_of(config: Any) -> tuple[Mask, ...]:
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
@@ -117,20 +149,54 @@ class _NoTensorError(AttributeError, ValueError):
 class _NoMask:
     """Stands for a mask, which transformers do not look at if a model has our implementation."""
 
-    @property
-    def ndim(self) -> NoReturn:
-        """Dimensions, which others look at first.
+    def __getattr__(self, name: str) -> NoReturn:
+        """Whatever a model looks at first, such as dimensions.
 
         Raises:
             ValueError: always; it is an `AttributeError`, too.
         """
-        raise _NoTensorError(
-            "the attention_mask of inputs_of is no tensor, and has no shape. A model that looks at "
-            "it has another attention, which would mix a batch's documents: make it with "
-            'attn_implementation="distca", and give each model a config of its own'
-        )
+        if name in ("shape", "ndim") or not name.startswith("_"):
+            raise _NoTensorError(
+                f"the attention_mask of inputs_of is no tensor, and has no {name}. A model that "
+                "looks at it has another attention, which would mix a batch's documents: make it "
+                'with attn_implementation="distca", and give each model a config of its own. If it '
+                "was, models of its type are not supported"
+            )
+        raise AttributeError(name)
 
-    shape = ndim
+
+class _Targets(int):
+    """Number of targets, by which a model divides its loss: until core attention has run, it
+    refuses.
+
+    A model that does not call our attention computes the rest of its loss as others do, so that
+    nothing else would see it. A compiled model is traced before anything has run.
+    """
+
+    progress: Progress
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for each in args:
+            if isinstance(each, cls) and not torch.compiler.is_compiling():
+                each.check()
+        plain = [int(each) if isinstance(each, cls) else each for each in args]
+        return function(*plain, **(kwargs or {}))
+
+    def check(self) -> None:
+        """Raises a `ValueError` if core attention has not run."""
+        if not self.progress.attended:
+            raise ValueError(
+                "the model gives a loss, but has not called DistCA's core attention: make it with "
+                'attn_implementation="distca", and give each model a config of its own. If it '
+                "was, models of its type are not supported"
+            )
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
@@ -141,7 +207,9 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
 
     The loss that the model then returns is divided by the targets of all ranks. With trees there
     are no labels: give the model's logits to `Batch.loss`. The `attention_mask` is no tensor: a
-    model with another `attn_implementation` looks at it, and raises a `ValueError`.
+    model with another `attn_implementation` looks at it, and raises a `ValueError`. So does a loss
+    of transformers of a planner's first batches, if the model has not called our attention; losses
+    of other code, and with another `num_items_in_batch`, do not.
     """
     padded = not len(batch.tokens)
     arguments = {
@@ -158,7 +226,12 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
     # The model would shift labels, but the next token may be on another rank. A micro-batch may be
     # all prompt.
     labels = {"labels": targets, "shift_labels": targets}
-    return arguments | labels | {"num_items_in_batch": max(batch.num_targets, 1)}
+    number = max(batch.num_targets, 1)
+    if batch.progress.first:
+        # Later on a plain number: compiled models would be compiled again for each other one.
+        number = _Targets(number)
+        number.progress = batch.progress
+    return arguments | labels | {"num_items_in_batch": number}
 
 
 def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
@@ -207,10 +280,14 @@ def _attend(
     """
     if distca is None:
         raise ValueError(
-            'attn_implementation="distca" needs a batch: call the model with `inputs_of(batch)`'
+            'attn_implementation="distca" needs a batch: call the model with `inputs_of(batch)`; '
+            "models that do not pass its arguments on to their attention are not supported"
         )
     if attention_mask is not None or query.shape[0] != 1:
-        raise ValueError("give documents without padding or mask: call with `inputs_of(batch)`")
+        raise ValueError(
+            "give documents without padding or mask: call with `inputs_of(batch)`; models that "
+            "make a mask of their own are not supported"
+        )
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not supported: set it to 0")
     if is_causal is False or getattr(module, "is_causal", True) is False:
