@@ -35,5 +35,5 @@ def test_the_buffers_on_the_page() -> None:
         (plan,) = PlanDocuments("tiles", ScheduleConfig(shape=shape), (Mask(),), ranks)(trees).plans
         needed.append(plan_memory(plan, shape).total(1) / 1e9)
     text = " ".join(PAGE.read_text().split())
-    (shown,) = re.findall(r"need (\d+) GB of buffers on one rank, or ([\d.]+) GB on each of 8", text)
+    (shown,) = re.findall(r"(\d+) GB of buffers on one rank, or ([\d.]+) GB on each of 8", text)
     assert shown == (f"{needed[0]:.0f}", f"{needed[1]:.1f}")
