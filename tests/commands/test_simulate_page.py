@@ -18,7 +18,7 @@ from distca.commands.verdict import TITLES
 from support.report_pages import Page, assert_usable, shown_by_browser
 
 JOB = """
-    --distribution pretrain --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8
+    --distribution prolong --context 16384 --sequences 4 --layers 4 --hidden-size 512 --heads 8
     --kv-heads 4 --head-dim 64 --ffn-hidden-size 1024 --vocab-size 1000 --cluster dgx-a100 --gpus 8
     --batches 2 --tensor-model-parallel-sizes 1 2 --pipeline-model-parallel-sizes 1 --finalists 2
     --systems plain cp-p2p wlb-llm tiles

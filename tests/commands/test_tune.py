@@ -155,7 +155,10 @@ def test_what_cannot_be_searched_is_refused(
         (["--prefill-strategy", "runahead", "--partition", "0.5,0.4"], "add up to 0.9"),
         (["--prefill-strategy", "runahead", "--partition", "1,0"], "a share above 0"),
         (["--prefill-strategy", "runahead", "--partition", "1"], "among 1 ranks, not 2"),
-        (["--prefill-strategy", "runahead", "--partition", "none.json"], "not a table of"),
+        (
+            ["--prefill-strategy", "runahead", "--partition", "none.json"],
+            "make a table of partitions",
+        ),
         (["--prefill-strategy", "runahead", "--partition", "{file}"], "for ranks 3, not 2"),
     ],
 )

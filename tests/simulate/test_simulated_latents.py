@@ -183,10 +183,20 @@ def test_advice_sends_what_is_faster(gpus_per_node: int, latents_are_faster: boo
     batch = [np.array([8192]), np.array([1024] * 8)] * 4
     cluster = replace(SLOW, gpus_per_node=gpus_per_node)
     workload = Workload(LATENT, cluster, 8, 8192, 8, 0.1, "mlp")
-    best = advise(workload, [batch], ["tiles"], [1], [1], 1)[0].candidate
-    assert best is not None
-    assert workload.costs_of(best).sends_latents == latents_are_faster
-    assert best.may_send_latents == latents_are_faster
+    seconds = {
+        (ping_pong, latents): simulate(
+            Candidate("tiles", 1, 1, 8, 1, 1, ping_pong=ping_pong, may_send_latents=latents),
+            *(workload, batch),
+        ).seconds
+        for ping_pong in (False, True)
+        for latents in (False, True)
+    }
+    assert (seconds[True, True] < seconds[True, False]) == latents_are_faster
+    best = advise(workload, [batch], ["tiles"], [1], [1], 1)[0]
+    assert best.candidate is not None
+    # Without ping-pong, exchanges cost latents less of a lead.
+    assert best.seconds <= min(seconds.values())
+    assert best.candidate.may_send_latents == min(seconds, key=lambda each: seconds[each])[1]
 
 
 def test_keys_and_values_travel_where_latents_do_not_fit() -> None:

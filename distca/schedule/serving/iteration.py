@@ -19,6 +19,9 @@ from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
 from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
 from distca.schedule.serving.scheduled import ScheduledTokens
 
+_FEW_BLOCKS = 32
+"""Full blocks of a sequence up to which it is counted together with others."""
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -55,14 +58,23 @@ def rows_on_ranks(
         # As what a mask without a window hides.
         return np.zeros((len(feeds), world_size), dtype=np.int64)
     full, rest = np.divmod(ends, block_size)
-    owners = np.concatenate([feed.ranks for feed in feeds])
-    blocks = np.array([len(feed.ranks) for feed in feeds], dtype=np.int64)
-    first = np.cumsum(blocks) - blocks
-    cells = owners[expand_ranges(first, full)] + np.repeat(np.arange(len(feeds)), full) * world_size
+    # Short sequences may be thousands. Blocks of long ones are counted without a copy of them.
+    short = full <= _FEW_BLOCKS
+    some, counts = np.flatnonzero(short), full[short]
+    owners = [
+        feeds[n].ranks[:count] for n, count in zip(some.tolist(), counts.tolist(), strict=True)
+    ]
+    cells = np.repeat(some, counts) * world_size
+    if owners:
+        cells += np.concatenate(owners)
     table = np.bincount(cells, minlength=len(feeds) * world_size).reshape(len(feeds), world_size)
+    for n in np.flatnonzero(~short).tolist():
+        table[n] = np.bincount(feeds[n].ranks[: full[n]], minlength=world_size)
     table *= block_size
     cut = np.flatnonzero(rest)
-    table[cut, owners[first[cut] + full[cut]]] += rest[cut]
+    if len(cut):
+        owner = [feeds[n].ranks[full[n]] for n in cut.tolist()]
+        table[cut, owner] += rest[cut]
     return table
 
 
