@@ -54,6 +54,10 @@ def test_failed_loads_of_layers_with_windows_are_computed_by_vllm(
     facts = model_facts(model.config, str(folder), "float32", model.frequencies, model.quantization)
     with front_alone(address, facts, len(model.windows), model.kv_heads) as (_, asked):
         vllm.send(True)
-        assert vllm.recv() == alone
+        answers = vllm.recv()
+        assert answers.tokens == alone.tokens
+        # vLLM may compute other prompts together than it does alone.
+        for ours, theirs in zip(answers.logprobs, alone.logprobs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
     vllm.send(None)
     assert sorted(asked) == [length - 1 for length in LENGTHS]
