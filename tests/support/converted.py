@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
+import pytest
 import torch
 
 from support.ranks import forget_megatron
@@ -51,3 +54,12 @@ def converted_logits(folder: Path, work: Path, tokens: list[int]) -> torch.Tenso
     found = model_logits(model, tokens)[:, : config.vocab_size]
     forget_megatron()
     return found
+
+
+def refused(*arguments: object) -> str:
+    """Runs a command that must fail, and returns the line that says why."""
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), pytest.raises(SystemExit) as ended:
+        convert(*arguments)
+    assert ended.value.code == 2
+    return told.getvalue().splitlines()[-1]

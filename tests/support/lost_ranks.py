@@ -1,4 +1,4 @@
-"""Two ranks of a loop with the library, one of which is killed or stopped before an operation."""
+"""Two ranks use the library in a loop. One is killed or stopped before an operation."""
 
 from __future__ import annotations
 

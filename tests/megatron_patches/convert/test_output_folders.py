@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import resource
 import signal
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from megatron_patches.convert.folder import check_free, filled_whole, write_weights, written_whole
-from support.converted import convert
+from support.converted import convert, refused
 from support.forks import forking
 from support.small_families import save_family
 
@@ -37,15 +36,6 @@ def small_files() -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-
-
-def refused(*arguments: object) -> str:
-    """Runs a command that must fail, and returns the line that says why."""
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told), pytest.raises(SystemExit) as ended:
-        convert(*arguments)
-    assert ended.value.code == 2
-    return told.getvalue().splitlines()[-1]
 
 
 def both_ways_on_a_full_disk(work: Path) -> tuple[str, str, list[str]]:

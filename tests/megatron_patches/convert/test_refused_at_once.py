@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import pickle
 import subprocess
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_patches.convert.to_megatron import to_megatron
-from support.converted import convert
+from support.converted import convert, refused
 from support.forks import ROOT, forking
 from support.small_families import save_family, small_config
 
@@ -66,15 +64,6 @@ def test_files_that_are_read_beside_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: it is no pickle of tensors alone: down"):
         to_megatron(tmp_path, tmp_path / "checkpoint", bf16=True)
     assert not (tmp_path / "checkpoint").exists()
-
-
-def refused(*arguments: object) -> str:
-    """Runs a command that must fail, and returns the line that says why."""
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told), pytest.raises(SystemExit) as ended:
-        convert(*arguments)
-    assert ended.value.code == 2
-    return told.getvalue().splitlines()[-1]
 
 
 def refused_back(work: Path) -> list[str]:
