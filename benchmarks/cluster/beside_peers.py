@@ -170,7 +170,7 @@ def run(job: Job) -> dict[str, Any]:
         "--json",
     ]
     found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    rows = {row["system"]: row for row in json.loads(found.stdout)}
+    rows = {row["system"]: row for row in json.loads(found.stdout)["systems"]}
     ours = rows[OURS]
     dynamic = rows[DYNAMIC]["distca_over_it"] if ours["candidate"] else None
     others = (*DISTCA_SYSTEMS, DYNAMIC)

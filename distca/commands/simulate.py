@@ -310,9 +310,9 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
     choices, parts = _advise(args, workload, batches)
     best = Verdict.of(choices).distca
     # Before the files, so that it is not lost where one of these cannot be written.
-    rows = [as_json(each, workload, best, parts.get(each.system)) for each in choices]
+    figures = as_json(choices, workload, len(batches), parts)
     if args.json:
-        _write(json.dumps(rows, indent=1))
+        _write(json.dumps(figures, indent=1))
     else:
         table = format_choices(choices, workload, len(batches))
         with_parts = [format_parts(parts)] if parts else []
@@ -325,7 +325,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
             recorded = simulate(best.candidate, workload, batches[0], recording=True)
     if args.html is not None:
         with progress("distca simulate", doing=f"writes {args.html}"):
-            text = page_of(command, choices, workload, batches, parts, rows, recorded)
+            text = page_of(command, choices, workload, batches, parts, figures, recorded)
             write_page(args.html, text)
     if args.trace is not None:
         if recorded is None:

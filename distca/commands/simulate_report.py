@@ -73,7 +73,37 @@ PARTS = {
 
 
 def as_json(
-    choice: Choice, workload: Workload, best: Choice | None, parts: Breakdown | None = None
+    choices: Sequence[Choice], workload: Workload, batches: int, parts: Mapping[str, Breakdown]
+) -> dict[str, object]:
+    """Returns all figures, as `--json` prints them.
+
+    Args:
+        choices: systems, each in its best configuration.
+        workload: model, cluster and sizes.
+        batches: number of batches that were simulated.
+        parts: what an iteration's time is spent on, of each system for which it is known.
+
+    Returns:
+        `verdict`, the first line of the report; `use_distca`, null where no difference is clear or
+        nothing was compared; sizes of the job; and `systems`, a row for each.
+    """
+    verdict = Verdict.of(choices)
+    return {
+        "verdict": verdict.first_line(workload),
+        "use_distca": verdict.use_distca,
+        "gpus": workload.gpus,
+        "cluster": workload.cluster.name,
+        "context": workload.context,
+        "sequences": workload.sequences,
+        "batches": batches,
+        "systems": [
+            _row(choice, workload, verdict.distca, parts.get(choice.system)) for choice in choices
+        ],
+    }
+
+
+def _row(
+    choice: Choice, workload: Workload, best: Choice | None, parts: Breakdown | None
 ) -> dict[str, object]:
     """Returns a row: all figures, and the arguments to train so, null where training cannot.
 

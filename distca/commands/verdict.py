@@ -126,6 +126,17 @@ class Verdict:
             return False
         return None if self.gain.faster and self._within_error(self.gain) else self.gain.faster
 
+    @property
+    def use_distca(self) -> bool | None:
+        """Whether the answer is to use DistCA; None: no verdict, or no clear difference."""
+        if not self.asked or not self.compared or not self.divide:
+            return None
+        if self.distca is None:
+            return None if self.megatron is None else False
+        if self.gain is None:
+            return None if self.divide.isdisjoint(MEGATRON) else True
+        return self.faster
+
     @staticmethod
     def _gains_nothing(gain: SpeedUp) -> bool:
         """Whether both are about equally fast: then Megatron's way, which is simpler, is better."""

@@ -135,6 +135,8 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
 def test_the_answer(choices: list[Choice], line: str, flags: list[str]) -> None:
     verdict = Verdict.of(choices)
     assert str(verdict) == line
+    use = {"Use DistCA": True, "Don't use": False}
+    assert verdict.use_distca is next((use[n] for n in use if line.startswith(n)), None)
     lines = verdict.how_to_train(JOB)
     notes = ("    ", "In these flags ", "--distca-node-gb-per-s and", "With --hidden-dropout")
     titles = [each for each in lines if not each.startswith(notes)]

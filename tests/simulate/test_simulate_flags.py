@@ -354,7 +354,10 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
     long = replace(WORKLOAD, context=65536, sequences=1, tolerance=0.1, cluster=cluster)
     workload = long if more else WORKLOAD
     workload = replace(workload, cluster=replace(workload.cluster, charges=PUBLISHED))
-    rows = json.loads(command.run(*COMMAND, *more, "--json"))
+    found = json.loads(command.run(*COMMAND, *more, "--json"))
+    assert found["verdict"] == text.splitlines()[0]
+    assert (found["context"], found["sequences"]) == (workload.context, workload.sequences)
+    rows = found["systems"]
     (row,) = [r for r in rows if r["system"] == "tiles"]
     candidate = Candidate(**row["candidate"])
     assert str(candidate) in text
@@ -391,7 +394,7 @@ def test_what_training_cannot_cut(command: Command, tmp_path: Path) -> None:
     given = [*COMMAND[2:], "--lengths", str(lengths), "--context", "1000", "--sequences", "2"]
     text = command.run(*given)
     assert "No flags of pretrain_gpt.py for DistCA, tiles, on 8 GPUs: " in text
-    rows = json.loads(command.run(*given, "--json"))
+    rows = json.loads(command.run(*given, "--json"))["systems"]
     assert rows[0]["flags"] is not None
     assert rows[1]["flags"] is None
 
