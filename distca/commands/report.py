@@ -48,7 +48,8 @@ from distca.timeline import TimelineEvent
 from distca.wording import counted
 
 SHOWN = (
-    *(SPEED, SECONDS, MFU, TFLOPS, BUSIEST, MEAN, BEFORE, AFTER, ATTENTION_BUSIEST, ATTENTION_MEAN),
+    # CPU seconds stand first: runs on CPUs alone have them, whose seconds say nothing.
+    *(BUSIEST, MEAN, SPEED, SECONDS, MFU, TFLOPS, BEFORE, AFTER, ATTENTION_BUSIEST, ATTENTION_MEAN),
     *(WAIT, MOVED, PLAN_WAIT, ALLOCATED, RESIDENT),
 )
 """Figures that a report has, in its order, if a run has them."""
