@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,8 @@ from distca.schedule.serving.handoff.protocol import Transfer
 from distca.schedule.serving.partitions import Chain
 
 STRATEGIES = ("pass-kv", "pass-q", "sp-ntp", "runahead", "tiles")
+FOR_SEVERAL = "tiles"
+"""The strategy for several prompts at a time: it runs with as many as ranks, too."""
 STRATEGIES_PAGE = "../../../docs/inference_strategies.md"
 LEASE = 600.0
 IDLE = 1.2
@@ -61,7 +63,8 @@ class Job:
         strategy: one of `STRATEGIES`.
         tokens: tokens of the prompt.
         chunk: most tokens of an iteration.
-        rounds: prompts, one after the other, after one that is not counted.
+        rounds: rounds of prompts, one after the other, after one that is not counted.
+        at_once: prompts of a round, which are asked for together.
     """
 
     model: str
@@ -70,6 +73,7 @@ class Job:
     tokens: int
     chunk: int
     rounds: int
+    at_once: int = 1
 
 
 class TimedRank(PrefillRank):
@@ -145,7 +149,7 @@ def prefill(rank: int, job: Job, store: str, results: Any) -> None:
     seconds, ended, handing = [], [], []
     for number in range(job.rounds + 1):
         cpu, handed = 0.0, one.handing_over
-        while one.counts.prompts == number:
+        while one.counts.prompts < (number + 1) * job.at_once:
             begin, computed = time.process_time(), one.counts.computed
             if one.iterate():
                 # Waiting for prompts counts for nobody.
@@ -168,11 +172,11 @@ def _parts(ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompts that ranks were asked for, one after the other.
+    """Rounds of prompts that ranks were asked for, one after the other.
 
     Attributes:
-        asked: when each was asked for.
-        there: when all rows of it were there.
+        asked: when each round was asked for.
+        there: when all rows of its prompts were there.
         told: what each rank reports at its end, by rank.
     """
 
@@ -201,12 +205,15 @@ def ask(job: Job, main: Callable[[int, Job, str, Any], None], store: str, on_row
     client = connect(job, results.get(timeout=600), on_rows)
     asked, there = [], []
     for number in range(job.rounds + 1):
-        tokens = np.random.default_rng(number).integers(0, 1000, job.tokens).tolist()
+        numbers = range(number * job.at_once, (number + 1) * job.at_once)
+        prompts = [np.random.default_rng(each).integers(0, 1000, job.tokens) for each in numbers]
         asked.append(time.monotonic())
-        client.begin(Transfer(number), tokens, 0)
-        while not (ended := client.poll(0.01)):
-            pass
-        assert not ended[0].failure, ended[0]
+        for each, tokens in zip(numbers, prompts, strict=True):
+            client.begin(Transfer(each), tokens.tolist(), 0)
+        ended = []
+        while len(ended) < job.at_once:
+            ended += client.poll(0.01)
+        assert not any(each.failure for each in ended), ended
         there.append(time.monotonic())
     told = sorted(results.get(timeout=600) for _ in processes)
     for process in processes:
@@ -223,20 +230,34 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         nonlocal taken
         taken += sum(each.nbytes for each in rows)
 
-    found = ask(job, prefill, str(folder / f"store-{job.ranks}-{job.strategy}"), take)
+    store = folder / f"store-{job.ranks}-{job.strategy}-{job.at_once}"
+    found = ask(job, prefill, str(store), take)
     asked, there, told = found.asked, found.there, found.told
     last = [max(ends) for ends in zip(*(ends for _, _, ends, *_ in told), strict=True)]
     assert sum(rows for *_, rows, _ in told) == taken
+    prompts = (job.rounds + 1) * job.at_once
+    busiest = [max(each) for each in zip(*(cpu for _, cpu, *_ in told), strict=True)]
     return {
         "ranks": job.ranks,
         "strategy": job.strategy,
-        "cpu_seconds": [max(each) for each in zip(*(cpu for _, cpu, *_ in told), strict=True)],
+        "at_once": job.at_once,
+        "cpu_seconds": [each / job.at_once for each in busiest],
         "seconds": [b - a for a, b in zip(asked[1:], there[1:], strict=True)],
-        "handing_over": [max(each) for each in zip(*(h for *_, h, _, _ in told), strict=True)],
+        "handing_over": [
+            max(each) / job.at_once for each in zip(*(h for *_, h, _, _ in told), strict=True)
+        ],
         "exposed": [max(b - a, 0.0) for a, b in zip(last, there[1:], strict=True)],
-        "bytes_between_ranks": sum(sent for *_, sent in told) // (job.rounds + 1),
-        "bytes_to_engine": taken // (job.rounds + 1),
+        "bytes_between_ranks": sum(sent for *_, sent in told) // prompts,
+        "bytes_to_engine": taken // prompts,
     }
+
+
+def _name(each: Mapping[str, Any]) -> str:
+    """The title of a row."""
+    if each["ranks"] == 1:
+        return "one rank"
+    several = f", {each['at_once']} prompts at once" if each["at_once"] > 1 else ""
+    return f"{each['strategy']}{several}"
 
 
 def page(job: Job, sizes: tuple[int, int], found: Sequence[dict[str, Any]]) -> str:
@@ -256,7 +277,7 @@ def page(job: Job, sizes: tuple[int, int], found: Sequence[dict[str, Any]]) -> s
         rows.append(
             (
                 each["ranks"],
-                "one rank" if each["ranks"] == 1 else each["strategy"],
+                _name(each),
                 f"{statistics.median(cpu):.2f} ({min(cpu):.2f} to {max(cpu):.2f})",
                 f"{statistics.median(cpu) / base:.3f}",
                 f"{statistics.median(seconds):.2f}",
@@ -292,7 +313,9 @@ def page(job: Job, sizes: tuple[int, int], found: Sequence[dict[str, Any]]) -> s
             "share of its CPU seconds. *Exposed at the end*: time from the end of the last "
             "rank's compute until the engine has everything, as a share of TTFT. `tiles` is for "
             "several prompts at a time. With one it sends most: the prompt's linear layers stay on "
-            "one rank, so queries, keys and values go to the other ranks, and outputs come back.",
+            "one rank, so queries, keys and values go to the other ranks, and outputs come back. "
+            "Its last row has a prompt for each rank at once: CPU seconds and bytes are those of a "
+            "round, divided by the number of prompts. TTFT is until the last prompt is there.",
             pages.table(head, rows, "---:"),
         )
     )
@@ -318,6 +341,10 @@ def main() -> None:
             Job(model, ranks, strategy, args.tokens, args.chunk, args.rounds)
             for ranks in args.ranks
             for strategy in STRATEGIES
+        ]
+        jobs += [
+            Job(model, ranks, FOR_SEVERAL, args.tokens, args.chunk, args.rounds, at_once=ranks)
+            for ranks in args.ranks
         ]
         found, sizes = [], (args.layers, args.hidden_size)
         for job in jobs:
