@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,37 +181,57 @@ def test_answers_are_vllm_s_own_with_every_strategy(server: Server, full: bool) 
     assert called
     assert all(called)
     before = server.metrics()
-    sizes = json.loads((server.folder / "config.json").read_text())
-    numbers = sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
     assert before["declined_requests_total" + 'reason="unreachable"'] > len(bodies) // 3
     assert before["declined_requests_total" + 'reason="short"'] > len(bodies) // 5
     assert before["asked_requests_total"] == before["received_bytes_total"] == 0
     if full:
         measure_groups(server.folder)
     for name, flags in STRATEGIES.items() if full else list(STRATEGIES.items())[:3]:
-        # With 64 prompts at once on a busy machine a rank may be silent for long.
-        lease, log = ("--lease", "30"), server.folder / f"{name}.log"
-        with prefill(server.folder, server.address, log, *flags, *lease):
-            ready(server, log)
-            server.reset()
-            assert server.answers(bodies) == expected, name
-            by = "TCP" if "tcp" in flags or find_spec("nixl") is None else "NIXL"
-            assert f", process 0, rows by {by}" in log.read_text()
-            wanted = sum(
-                length for body in bodies if (length := len(body.get("prompt", ()))) > MIN_TOKENS
-            )
-            # Beginnings that vLLM has from an earlier prompt are not asked for.
-            assert (received := tokens_received(server)) > wanted // 3, name
-            after = server.metrics()
-            change = Counter(after)
-            change.subtract(before)
-            # The ranks' own count has the prompt that waited for them.
-            received_tokens = change["loaded_tokens_total"]
-            assert received_tokens == change["asked_tokens_total"] == received - 10
-            assert change["received_bytes_total"] == received_tokens * 2 * numbers * 4
-            loads = change["loads_total" + 'outcome="loaded"']
-            assert loads == change["asked_requests_total"] == change["load_seconds_count"]
-            before = after
+        assert_same_answers(server, bodies, expected, name, flags)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_tiles_answer_a_thousand_requests(server: Server, ranks: int) -> None:
+    bodies = requests(1000, ranks)
+    server.reset()
+    expected = server.answers(bodies)
+    flags = (*STRATEGIES["tiles"], "--context-parallel-size", str(ranks))
+    assert_same_answers(server, bodies, expected, f"tiles-{ranks}", flags)
+
+
+def assert_same_answers(
+    server: Server,
+    bodies: Sequence[dict[str, Any]],
+    expected: Sequence[Any],
+    name: str,
+    flags: Sequence[str],
+) -> None:
+    """Starts ranks; vLLM answers as before, and gets the bytes of the tokens that it asked for."""
+    before = server.metrics()
+    sizes = json.loads((server.folder / "config.json").read_text())
+    numbers = sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+    # With 64 prompts at once on a busy machine a rank may be silent for long.
+    lease, log = ("--lease", "30"), server.folder / f"{name}.log"
+    with prefill(server.folder, server.address, log, *flags, *lease):
+        ready(server, log)
+        server.reset()
+        assert server.answers(bodies) == expected, name
+        by = "TCP" if "tcp" in flags or find_spec("nixl") is None else "NIXL"
+        assert f", process 0, rows by {by}" in log.read_text()
+        wanted = sum(
+            length for body in bodies if (length := len(body.get("prompt", ()))) > MIN_TOKENS
+        )
+        # Beginnings that vLLM has from an earlier prompt are not asked for.
+        assert (received := tokens_received(server)) > wanted // 3, name
+        change = Counter(server.metrics())
+        change.subtract(before)
+        # The ranks' own count has the prompt that waited for them.
+        received_tokens = change["loaded_tokens_total"]
+        assert received_tokens == change["asked_tokens_total"] == received - 10
+        assert change["received_bytes_total"] == received_tokens * 2 * numbers * 4
+        loads = change["loads_total" + 'outcome="loaded"']
+        assert loads == change["asked_requests_total"] == change["load_seconds_count"]
 
 
 def test_dead_ranks_and_clients_that_go_away(server: Server, full: bool) -> None:
