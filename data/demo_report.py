@@ -95,8 +95,8 @@ class Comparison:
                 *(f"{name:36}{plain:16.2f}{distca:10.2f}" for name, plain, distca in rows),
                 f"Plain Megatron's busiest rank takes {self.ratio:.2f} times as long as DistCA's. "
                 "All other ranks wait for it.",
-                f"Upper bound: {self.before:.2f} times, if a step were only core attention, "
-                "perfectly balanced.",
+                f"At most {self.before:.2f} times as long is possible: in steps of only core "
+                "attention, perfectly balanced.",
                 *self._of_the_pairs(),
                 *self._of_the_mean_rank(),
             ]

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 CHARGED = (
-    "All systems have the same charges: links reach {links:.0%} and copies {copies:.0%} of their "
-    "speed.\nWhile an exchange runs, it takes {interference:.0%} of a GPU's compute."
+    "In all systems links reach {links:.0%} and copies {copies:.0%} of the data sheets' speeds."
+    "\nWhile an exchange runs, it takes {interference:.0%} of a GPU's compute."
 )
 COPY_ENGINES = (
     "DistCA's are puts of the host, which take\nnone, but a launch for each message "
@@ -37,8 +37,8 @@ _WIDTH = 40
 RANGES = (
     "DistCA over it: DistCA's speed divided by this system's, in these batches. In brackets: the "
     "95%\nconfidence interval of its mean over many batches. An interval that includes 1 means no "
-    "clear difference.\nThe interval does not contain the simulator's own error, {error:.1%} of a "
-    "step in the median against\nruns on CPUs, where ratios were predicted in DistCA's favour."
+    "clear difference.\nThe interval does not include the simulator's own error. That error was "
+    "{error:.1%} in the median\nfor steps on CPUs, and predicted ratios favoured DistCA."
 )
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "
@@ -213,8 +213,10 @@ def format_parts(parts: Mapping[str, Breakdown]) -> str:
     for system, each in parts.items():
         less = sorted(each.less_for_a_percent().items(), key=lambda item: item[1])
         if system in DISTCA_SYSTEMS and less:
-            found = ", or ".join(f'{share:.0%} less "{PARTS[part]}"' for part, share in less)
-            lines.append(f'To take 1% less time, "{TITLES[system]}" would need {found}.')
+            found = ", or if ".join(
+                f'"{PARTS[part]}" took {share:.0%} less' for part, share in less
+            )
+            lines.append(f'"{TITLES[system]}" would take 1% less time if {found}.')
     return "\n".join(lines)
 
 

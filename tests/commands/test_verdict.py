@@ -158,7 +158,9 @@ def test_the_simulators_error_is_that_of_the_layout(candidate: dict[str, int], e
     verdict = Verdict.of([choice("plain", [1.025] * 3), ours])
     assert str(verdict).startswith("Use DistCA" if error == "1.8%" else "No clear difference")
     assert str(verdict).count(f"error: {error}") == (error == "3.8%")
-    assert f"own error, {error} of a step" in "\n".join(assumptions(JOB, 3, verdict))
+    assert f"own error. That error was {error} in the median" in "\n".join(
+        assumptions(JOB, 3, verdict)
+    )
 
 
 def test_the_printed_speeds_of_links_are_explained() -> None:
