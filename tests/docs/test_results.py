@@ -410,8 +410,9 @@ def test_figures_in_sentences() -> None:
     seconds = [float(row[column]) for row in moderate for column in (1, 3)]
     tiles = [float(row[4]) for row in moderate]
     assert (
-        f"from 0.05 to 0.4, `tiles` moves {max(tiles):.0f} to {min(tiles):.0f} MB, and steps take "
-        f"{min(seconds):.1f} to {max(seconds):.1f} s (plain Megatron 5.0 s;"
+        f"from 0.05 to 0.4, `tiles` moves {max(tiles):.0f} to {min(tiles):.0f} MB in two "
+        f"steps, which together take {min(seconds):.1f} to {max(seconds):.1f} s "
+        "(plain Megatron 5.0 s;"
     ) in performance
 
 
@@ -440,7 +441,7 @@ def test_balance_of_prompts_of_unequal_lengths() -> None:
     docs = (ROOT / "docs" / "inference_strategies.md").read_text().replace("\n", " ")
     tiles, plain = said[2].split(" / "), said[0].split(" / ")
     told = f"reach {tiles[0]} of the ideal on {long[0][1]} H100s and {tiles[-1]} on {long[-1][1]}"
-    assert f"{told} (without, {plain[0]} and {plain[-1]}; " in docs
+    assert f"{told} (without `tiles`, {plain[0]} and {plain[-1]}; " in docs
 
 
 def test_exposed_transfers_of_prefills() -> None:

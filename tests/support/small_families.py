@@ -160,12 +160,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         _GROUPS | _LATENTS | {"q_lora_rank": None},
     ),
     "gemma2": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 16}),
-    "gemma2, scores scaled by hidden size per head": (
+    "gemma2, `query_pre_attn_scalar` = hidden size / heads": (
         "Gemma2Config",
         _GEMMA | {"query_pre_attn_scalar": 24},
     ),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA3 | {"query_pre_attn_scalar": 16}),
-    "gemma3_text, scaled RoPE; scores scaled by hidden size per head": (
+    "gemma3_text, scaled RoPE; `query_pre_attn_scalar` = hidden size / heads": (
         "Gemma3TextConfig",
         _GEMMA3
         | {
