@@ -134,11 +134,11 @@ def report(job: tuple[int, int], outcomes: dict[Division, list[Outcome]]) -> lis
 def in_short(rows: Sequence[Sequence[str]]) -> str:
     """The sentence that the page of claims has."""
     told = [
-        f"{context}, {dedicated} of {SERVERS} servers {speed.split()[0]} times as fast"
+        f"{speed.split()[0]} ({context}, {dedicated} of {SERVERS} servers dedicated)"
         for context, _, dedicated, _, _, speed, *_ in rows
         if dedicated != "0"
     ]
-    return f"In short: {'; '.join(told)} as with the model on all."
+    return f"In short: {', '.join(told)} times as fast as with the model on all servers."
 
 
 def main() -> None:

@@ -318,7 +318,7 @@ def table(cases: Sequence[Case]) -> str:
     """Formats one row of each mix and way; speeds are over the first way."""
     groups, lines = grouped(cases), []
     base_name = next(iter(next(iter(groups.values()))))
-    head = ["documents", "way", "core attention, CPU s", "over the mean rank's", "step, CPU s"]
+    head = ["documents", "way", "core attention, CPU s", "busiest over mean rank", "step, CPU s"]
     head += [f"speed over {base_name}", "MB sent, busiest rank", "MB sent, all ranks"]
     for mix, of_ways in groups.items():
         base = column(of_ways[base_name], "step")
@@ -376,24 +376,26 @@ def page(figures: dict[str, Any]) -> str:
         "",
         f"    {figures['command']}",
         "",
-        f"One core of {figures['device']}; "
+        f"One core of {figures['device']} ran the core attention of all ranks, one rank after the "
+        "other; "
         + ", ".join(f"{name} {number}" for name, number in versions.items())
         + f". {setting['layers']} layers of width {setting['hidden_size']}, {shape.heads} heads "
         f"and {shape.kv_heads} key-value heads of {shape.head_dim}, fp32, "
         f"{setting['seq_length']:,} tokens a rank. Figures are means over batches, with the "
-        f"least and the greatest in brackets; of {figures['runs']} run(s) of a batch the fastest "
-        "of each rank counts. All work but core attention takes "
-        f"{1e6 * rates.token:.1f} us a token, core attention of a document as long as a rank's "
-        f"tokens {1e9 * rates.pair:.2f} ns a pair and layer.",
+        f"least and the greatest in brackets. Each batch ran {figures['runs']} time(s), and the "
+        "fastest run of each rank counts. Core attention of a document as long as a rank's tokens "
+        f"takes {1e9 * rates.pair:.2f} ns for each visible pair and layer. All other work takes "
+        f"{1e6 * rates.token:.1f} us for each token.",
         "",
-        "*Core attention* is the busiest rank's in one layer, kernels and copies, forward and "
-        "backward; where ranks wait for each other in between (rounds of hybrid CP, nano-batches), "
-        "it is summed over the busiest rank of each part. In dynamic CP, which no release of "
-        "Megatron has and which is no peer here, the ranks of a group wait for each other before "
-        "a micro-batch, and the last rank's end counts. *Step* is the busiest rank's whole step "
-        "likewise. Speeds are the other way's step seconds over this one's. Each batch has its own "
-        "fastest peer, as if one knew beforehand which it is. Bytes are of one layer, forward and "
-        "backward. "
+        "*Core attention*: CPU seconds of the busiest rank in one layer, for kernels and copies, "
+        "forward and backward. After a round of hybrid CP or a nano-batch, ranks wait for each "
+        "other, so the seconds of the busiest rank of each round or nano-batch are summed. In "
+        "dynamic CP, which no release of Megatron has and which is no peer here, the ranks of a "
+        "group wait for each other before a micro-batch, and the last rank's end counts. *Step*: "
+        "the same for all work of a step. *Speed over* another way: that way's step seconds over "
+        "those of the row's or column's way. *Fastest peer*: the peer that is fastest "
+        "for that batch, which no user knows beforehand. *Whole*: without ping-pong. Bytes are of "
+        "one layer, forward and backward. "
         "`benchmarks/training/more_ranks.py` says what is counted.",
     ]
     for ranks, longest in dict.fromkeys((case.ranks, case.longest) for case in cases):

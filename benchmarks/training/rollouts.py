@@ -302,8 +302,8 @@ def _lengths(seed: int) -> str:
         f"*One prompt*: {len(prompt.nodes[0]):,} tokens with {len(prompt.nodes) - 1} responses of "
         f"{len(prompt.nodes[1])}. *Six prompts*: of {min(roots):,} to {max(roots):,} tokens, "
         f"each with 8 responses of {min(answers):,} to {max(answers):,}. "
-        f"*Conversation*: {len(talk)} rollouts of {min(talk):,} to {max(talk):,} tokens, four "
-        "answers in each of six turns; the next turn goes on from the first one."
+        f"*Conversation*: {len(talk)} rollouts of {min(talk):,} to {max(talk):,} tokens, with four "
+        "answers in each of six turns. The next turn continues the first of the four."
     )
 
 
@@ -339,19 +339,24 @@ def page(cases: Sequence[Case], command: str, seed: int) -> str:
         *("rollouts", "ranks", "tokens of trees", "tokens one by one over those of trees"),
         *("one by one", "whole trees", "shared out", "ideal"),
         *("one by one over shared out", "whole trees over shared out"),
-        *("of the ideal", "of the ideal, nothing sent", "MB sent"),
+        *("share of the ideal", "share of the ideal, nothing sent", "MB sent"),
     )
     rounds = " or ".join(map(str, sorted({len(case.seconds[0]) for case in cases})))
     return (
         "# Rollouts that share tokens\n\n"
-        f"`{command}`: CPU seconds of the busiest rank in a step, forward and backward, medians of "
-        f"{rounds} rounds, of a Llama of width {_WIDTH} with {_LAYERS} layers, {_HEADS} heads, "
-        f"{_KV_HEADS} of keys, on {cpu_name()}, torch {torch.__version__}. {_lengths(seed)}\n\n"
-        "*Ideal*: what one rank takes for all trees, "
-        "over the number of ranks. All ranks do this at once, in the same rounds, since processes "
-        "slow each other down. In brackets the least and the greatest share of the ideal of any "
-        "round. *Nothing sent*: the same plan without exchanges. Below 1, the loss is from "
-        "uneven work, smaller kernel calls, merges, and copies of keys. The rest is exchanges: "
+        f"`{command}` runs a Llama of width {_WIDTH} with {_LAYERS} layers, {_HEADS} query heads "
+        f"and {_KV_HEADS} key-value heads on {cpu_name()}, torch {torch.__version__}. Times are "
+        "CPU seconds of the busiest rank in a step, forward and backward, medians of "
+        f"{rounds} rounds. {_lengths(seed)}\n\n"
+        "*Trees*: rollouts in which shared tokens appear once. *One by one*: rollouts share no "
+        "tokens, and `tiles` balances them over all ranks. *Whole trees*: each tree runs on one "
+        "rank. *Shared out*: all ranks share the tokens and attention of the trees. *Ideal*: what "
+        "one rank takes for all trees, divided by the number of ranks. To measure it, all ranks "
+        "compute all trees at the same time, in the same rounds, since processes slow each other "
+        "down. *Share of the ideal*: the ideal over *shared out*; in brackets the lowest and the "
+        "highest of any round. *Nothing sent*: the same plan without exchanges. Its distance "
+        "from 1 comes from uneven work, smaller kernel calls, merges, and copies of keys. The "
+        "difference between the two shares comes from exchanges: "
         "processes of one machine spend CPU seconds on them, also on polling while a rank waits. "
         "*MB sent*: by the rank that sends most.\n\n" + pages.table(head, rows)
     )

@@ -71,7 +71,8 @@ def test_a_row_has_the_fastest_division_that_fits() -> None:
     assert eight[6:] == ["20.0%", "60.0%", "120, 10"]
     assert sixteen == ["128K", "16", "16", *["out of memory"] * 6]
     assert in_short([every, eight]) == (
-        "In short: 128K, 8 of 32 servers 0.840 times as fast as with the model on all."
+        "In short: 0.840 (128K, 8 of 32 servers dedicated) times as fast as with the model on "
+        "all servers."
     )
 
 
