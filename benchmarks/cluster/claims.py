@@ -105,7 +105,7 @@ def first_figures() -> list[Claim]:
             "about 4",
             f"{fourfold:.3f}",
             over(fourfold, 4),
-            "visible pairs, `distca.plan.Mask`; drawn in the [README](../../../README.md)",
+            "visible pairs, `distca.plan.Mask`",
         ),
         Claim(
             "Figure 2: scheduler on the CPU, servers on the same GPUs",
