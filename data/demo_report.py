@@ -59,7 +59,8 @@ class Comparison:
         distca: CPU seconds of the busiest and of the mean rank in a step with `--distca`.
         before: pairs of the busiest rank over the mean in plain data parallelism.
         after: pairs of the busiest rank over the mean with `--distca`.
-        pairs: million pairs of the mean rank's micro-batch in plain Megatron and with `--distca`.
+        pairs: million pairs of the mean rank's micro-batch in the mean layer, in plain Megatron and
+            with `--distca`.
     """
 
     first: int
@@ -86,7 +87,7 @@ class Comparison:
                 self.distca[0] / self.distca[1],
             ),
             ("busiest over mean, core attention", self.before, self.after),
-            ("core attention, million pairs", *self.pairs),
+            ("million pairs, mean rank and layer", *self.pairs),
         ]
         title = f"steps {self.first} to {self.last}, per step"
         return "\n".join(
@@ -95,8 +96,8 @@ class Comparison:
                 *(f"{name:36}{plain:16.2f}{distca:10.2f}" for name, plain, distca in rows),
                 f"Plain Megatron's busiest rank takes {self.ratio:.2f} times as long as DistCA's. "
                 "All other ranks wait for it.",
-                f"At most {self.before:.2f} times as long is possible: in steps of only core "
-                "attention, perfectly balanced.",
+                f"It could take at most {self.before:.2f} times as long, if steps were only "
+                "core attention and DistCA balanced it perfectly.",
                 *self._of_the_pairs(),
                 *self._of_the_mean_rank(),
             ]
@@ -108,8 +109,8 @@ class Comparison:
         if ratio < 1.005:
             return []
         return [
-            f"DistCA's core attention has {ratio:.2f} times the pairs, because it keeps documents",
-            "whole. Plain Megatron cuts them where a rank's tokens end.",
+            f"DistCA's core attention has {ratio:.2f} times the query-key pairs, because it keeps",
+            "documents whole. Plain Megatron cuts them where a rank's tokens end.",
         ]
 
     def _of_the_mean_rank(self) -> list[str]:

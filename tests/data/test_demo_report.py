@@ -37,7 +37,7 @@ def test_steps_of_both_runs_are_compared_after_they_warmed_up() -> None:
     lines = [line.split()[-2:] for line in found.table().splitlines()]
     assert lines[1:5] == [["3.00", "1.50"], ["1.00", "1.00"], ["3.00", "1.50"], ["2.10", "1.25"]]
     assert lines[5] == ["10.00", "11.00"]
-    assert "DistCA's core attention has 1.10 times the pairs" in found.table()
+    assert "DistCA's core attention has 1.10 times the query-key pairs" in found.table()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_sentences_follow_the_figures(mean: float, said: str) -> None:
     table = found.table()
     assert said in table
     # Equal pairs are not worth a sentence.
-    assert "times the pairs" not in table
+    assert "query-key pairs" not in table
     assert "busiest rank takes 0.80 times as long" in table
 
 
