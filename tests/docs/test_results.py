@@ -231,7 +231,7 @@ def test_slow_links() -> None:
     assert f"steps with ping-pong were at most {100 * (moderate - 1):.0f}% longer" in said
     shares = [*busiest[0], *busiest[1]]
     assert (
-        f"If links needed {min(shares)}% to {max(shares)}%, steps were {longer[0]} with two "
+        f"With {min(shares)}% to {max(shares)}%, they were {longer[0]} with two "
         f"documents, and {longer[1]} with one document that spans both ranks"
     ) in said
     assert f"took {min(alone):.2f} to {max(alone):.2f} times" in said
@@ -393,12 +393,13 @@ def test_figures_in_sentences() -> None:
     assert f"* {of_ratios(found, 1, MODES[1])}" in simulator.splitlines()
     one_stage = [p for p in found if p.stages == 1 and p.mode in ("", MODES[1])]
     of_ways = ratio_errors(one_stage)
-    flattered = (
-        "With one stage and no ping-pong, ratios of DistCA's speed to other systems' are predicted "
-        f"{min(of_ways):.1%} to {max(of_ways):.1%} too high, in the median {median(of_ways):.1%}"
-    )
-    assert flattered in words_of(HELPS)
-    assert flattered in words_of("README.md")
+    flattered = f"{min(of_ways):.1%} to {max(of_ways):.1%} too high, in the median"
+    flattered = f"{flattered} {median(of_ways):.1%}"
+    stage = "With one stage and no ping-pong,"
+    ratios_are = "ratios of DistCA's speed to other systems' are predicted"
+    assert f"{stage} {ratios_are} {flattered}" in words_of(HELPS)
+    ratio_is = "the predicted ratio of DistCA's speed to another system's speed is"
+    assert f"{stage} {ratio_is} {flattered}" in words_of("README.md")
     pairs = re.findall(r"^Of (\d+) pairs .* more than 2% apart (\d+) are", simulator, re.MULTILINE)
     assert (
         f"the median error is {errors[0][0]} and the largest {errors[0][1]}. It puts "
@@ -410,9 +411,9 @@ def test_figures_in_sentences() -> None:
     seconds = [float(row[column]) for row in moderate for column in (1, 3)]
     tiles = [float(row[4]) for row in moderate]
     assert (
-        f"from 0.05 to 0.4, `tiles` moves {max(tiles):.0f} to {min(tiles):.0f} MB in two "
-        f"steps, which together take {min(seconds):.1f} to {max(seconds):.1f} s "
-        "(plain Megatron 5.0 s;"
+        "From 0.05 to 0.4, two steps of `tiles` on two CPU processes together moved "
+        f"{max(tiles):.0f} down to {min(tiles):.0f} MB, and took {min(seconds):.1f} to "
+        f"{max(seconds):.1f} s (plain Megatron 5.0 s;"
     ) in performance
 
 
