@@ -31,8 +31,9 @@ def add_sparsity_flags(group: Group) -> None:
         "--sparsity",
         metavar="FILE|P|P,Q",
         help="What csps drops. P: share of the keys on other ranks of the node; each farther "
-        "level keeps half as much. Q: share of the queries that see such keys, but never the "
-        "last token's query. FILE: ratios by layer, head and level. Default: 0, nothing.",
+        "level keeps half as much. Q: share of the queries that skip the keys of this level; "
+        "the last token's query skips none. FILE: shares by layer, head and level. Default: 0, "
+        "nothing.",
     )
     group.add_argument(
         "--micro-partitions",
