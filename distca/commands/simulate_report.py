@@ -50,8 +50,8 @@ RATES = (
     "{peak:g} TFLOP/s\n(--attention-tflops, --linear-mfu)."
 )
 MASKS = (
-    "All attend within documents only. Megatron-LM's pretraining data attends across them by "
-    "default, which takes longer."
+    "In all systems, tokens attend only within their document. In Megatron-LM's "
+    "pretraining, tokens attend across documents by default, which takes longer."
 )
 RING = " The ring is --cp-comm-type p2p, Megatron's default."
 UNCHARGED = (

@@ -167,12 +167,11 @@ class Verdict:
         if self._gains_nothing(self.gain):
             return f"Don't use DistCA: it is {self.gain} times as fast as {had}, which is simpler."
         if self.faster:
-            return f"Use DistCA: {self.gain} times as fast as Megatron's best, {had}."
+            return f"Use DistCA: {self.gain} times as fast as Megatron's best ({had})."
         if self.faster is None:
             return (
-                f"No clear difference: DistCA is {self.gain} times as fast as Megatron's best, "
-                + had
-                + (": one batch has no range." if math.isnan(self.gain.low) else ".")
+                f"No clear difference: DistCA is {self.gain} times as fast as Megatron's best "
+                f"({had})" + (": one batch has no range." if math.isnan(self.gain.low) else ".")
             )
         return f"Don't use DistCA: {had} is {self.gain.inverse()} times as fast as it."
 

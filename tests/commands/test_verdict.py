@@ -43,8 +43,8 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
     [
         (
             [choice("plain", [1.5, 1.5, 1.5]), choice("cp-a2a", [1.11, 1.1, 1.09]), FLAT],
-            "Use DistCA: 1.100 (1.075 to 1.125) times as fast as Megatron's best, context "
-            "parallel, all-to-all.",
+            "Use DistCA: 1.100 (1.075 to 1.125) times as fast as Megatron's best (context "
+            "parallel, all-to-all).",
             ["pretrain_gpt.py"],
         ),
         (
@@ -55,19 +55,19 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
         (
             [choice("plain", [0.9, 1.2, 1.0]), FLAT],
             "No clear difference: DistCA is 1.033 (0.654 to 1.413) times as fast as Megatron's "
-            "best, plain Megatron.",
+            "best (plain Megatron).",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
             [choice("plain", [1.5]), choice("tiles", [1.0])],
-            "No clear difference: DistCA is 1.500 times as fast as Megatron's best, plain "
-            "Megatron: one batch has no range.",
+            "No clear difference: DistCA is 1.500 times as fast as Megatron's best (plain "
+            "Megatron): one batch has no range.",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
         (
             [choice("plain", [1.01, 1.01, 1.01]), FLAT],
             "No clear difference: DistCA is 1.010 (1.010 to 1.010) times as fast as Megatron's "
-            "best, plain Megatron. The difference is within the simulator's error: 1.8% of a step "
+            "best (plain Megatron). The difference is within the simulator's error: 1.8% of a step "
             "in the median, against runs on CPUs.",
             ["Megatron-LM", "pretrain_gpt.py"],
         ),
@@ -94,7 +94,7 @@ FLAT = choice("tiles", [1.0, 1.0, 1.0])
         ),
         (
             [choice("plain", [1.5] * 3), choice("wlb-llm", [0.997] * 3), FLAT],
-            "Use DistCA: 1.500 (1.500 to 1.500) times as fast as Megatron's best, plain Megatron.",
+            "Use DistCA: 1.500 (1.500 to 1.500) times as fast as Megatron's best (plain Megatron).",
             ["pretrain_gpt.py"],
         ),
         (
@@ -194,10 +194,10 @@ def test_what_cannot_run_as_asked_is_told_in_the_first_line() -> None:
     first, *_ = format_choices(choices, job, 2).splitlines()
     (*_, last) = verdict.how_to_train(job)
     assert first.endswith(
-        "plain Megatron. It cannot run with these sizes, though: the last line says why."
+        "(plain Megatron). It cannot run with these sizes, though: the last line says why."
     )
     assert last.startswith("No flags of pretrain_gpt.py for DistCA, tiles, on 8 GPUs: ")
-    assert format_choices(choices, JOB, 2).splitlines()[0].endswith("plain Megatron.")
+    assert format_choices(choices, JOB, 2).splitlines()[0].endswith("(plain Megatron).")
 
 
 def test_the_table_explains_itself() -> None:
@@ -205,7 +205,7 @@ def test_the_table_explains_itself() -> None:
     choices = [choice("cp-a2a", [1.1, 1.1], alone), choice("tiles", [1.0, 1.0])]
     verdict, *lines = format_choices(choices, JOB, 2).splitlines()
     # An all-to-all that cannot be had, and "80.3 GB" of an H100.
-    assert verdict.endswith("times as fast as Megatron's best, plain Megatron.")
+    assert verdict.endswith("times as fast as Megatron's best (plain Megatron).")
     assert lines[2].endswith("TP8 PP1 DP1, 4 micro-batch(es): no groups, so plain Megatron")
     assert " 80.3 " in lines[2]
     assert "1.100 (1.100 to 1.100)" in lines[2]

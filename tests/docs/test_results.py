@@ -164,8 +164,8 @@ def test_the_simulated_job_of_the_front_page_is_what_the_command_says() -> None:
     page = (ROOT / "docs" / "when_it_helps.md").read_text()
     shown = page[page.index("--cluster dgx-h200 --gpus 64 --plot advice.png\n") :]
     (verdict,) = re.findall(
-        r"^    Use DistCA: (\S+) \((\S+ to \S+)\) times as fast as Megatron's best, "
-        r"context parallel, a2a\+p2p\.$",
+        r"^    Use DistCA: (\S+) \((\S+ to \S+)\) times as fast as Megatron's best "
+        r"\(context parallel, a2a\+p2p\)\.$",
         shown,
         re.MULTILINE,
     )
@@ -461,8 +461,8 @@ def test_exposed_transfers_of_prefills() -> None:
     ) in INDEX.read_text()
     shown = " ".join((ROOT / "docs" / "vllm.md").read_text().split())
     assert (
-        f"if links were busy for at most {max(busy):.2f} of the computing time, at most "
-        f"{max(exposed):.1f}% of the prefill was transfer alone"
+        f"transfers added at most {max(exposed):.1f}% to the prefill's time if links were busy "
+        f"for at most {max(busy):.2f} of the computing time"
     ) in shown
     assert max(exposed) <= 5
 
