@@ -127,7 +127,8 @@ def test_json_has_what_the_table_has(
 ) -> None:
     systems = ["plain", "per-document-cp", "wlb-llm", "tiles"]
     given = ["--lengths", lengths_file, *SMALL, "--json", "--systems", *systems]
-    rows = json.loads(command.run(*given))
+    found = json.loads(command.run(*given))
+    rows = found["systems"]
     assert [row["system"] for row in rows] == systems
     for row in rows:
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(4 * 8192)
@@ -137,12 +138,12 @@ def test_json_has_what_the_table_has(
         assert sizes == 8
     # A second run prints the same. Progress goes to standard error.
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
-    assert rows == json.loads(command.run(*given))
+    assert found == json.loads(command.run(*given))
     lines = command.errors.splitlines()
     assert lines
     assert all(line.startswith("distca simulate: 0:") for line in lines)
     # Without charges all are faster.
-    ideal = json.loads(command.run(*given, "--baseline-ideal"))
+    ideal = json.loads(command.run(*given, "--baseline-ideal"))["systems"]
     assert all(one["seconds"] < row["seconds"] for one, row in zip(ideal, rows, strict=True))
     # Rounding makes no idle time of less than none.
     sums = np.array([0.1 + 0.2])
@@ -199,7 +200,7 @@ def test_windows(command, lengths_file: str) -> None:
         r"^context parallel, ring +has neither windows nor chunks$", text, re.MULTILINE
     )
     with_windows, without = (
-        json.loads(command.run(*given, "--json", *more)) for more in (windows, [])
+        json.loads(command.run(*given, "--json", *more))["systems"] for more in (windows, [])
     )
     for place in (0, 2):
         assert with_windows[place]["seconds"] < without[place]["seconds"]
@@ -211,9 +212,12 @@ def test_windows(command, lengths_file: str) -> None:
 def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
     text = command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02")
     assert text.count("out of memory in all") == (9 if MEGATRON else 8)
-    rows = json.loads(
+    found = json.loads(
         command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02", "--json")
     )
+    assert found["verdict"].startswith("Nothing fits in memory")
+    assert found["use_distca"] is None
+    rows = found["systems"]
     assert all(row["candidate"] is None and row["seconds"] is None for row in rows)
     assert all(row["tried"] == row["out_of_memory"] > 0 for row in rows)
 
