@@ -36,7 +36,7 @@ from benchmarks.serving.ring_prefill import save_model
 from distca.inference.defaults import configure
 from distca.inference.models import ServedModel, read_model
 from distca.machine import cpu_name
-from distca.prefill.client import OnRows, PrefillClient
+from distca.prefill.client import Ended, OnRows, PrefillClient
 from distca.prefill.facts import model_facts
 from distca.prefill.front import Front
 from distca.prefill.messages import Hello, Welcome
@@ -210,7 +210,7 @@ def ask(job: Job, main: Callable[[int, Job, str, Any], None], store: str, on_row
         asked.append(time.monotonic())
         for each, tokens in zip(numbers, prompts, strict=True):
             client.begin(Transfer(each), tokens.tolist(), 0)
-        ended = []
+        ended: list[Ended] = []
         while len(ended) < job.at_once:
             ended += client.poll(0.01)
         assert not any(each.failure for each in ended), ended

@@ -71,9 +71,8 @@ def lengths_file(tmp_path: Path) -> str:
 
 def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> None:
     plot, trace = tmp_path / "advice.png", tmp_path / "trace.json"
-    text = command.run(
-        "--lengths", lengths_file, *SMALL, "--plot", str(plot), "--trace", str(trace)
-    )
+    files = ["--plot", str(plot), "--trace", str(trace)]
+    text = command.run("--lengths", lengths_file, *SMALL, *files)
     lines = text.splitlines()
     assert lines[1].startswith("8 GPUs of dgx-a100, 4 sequences of 8,192 tokens, 2 batch(es)")
     shared = [f"context parallel, {way}" for way in ("ring", "all-to-all", "a2a+p2p", "all-gather")]
@@ -212,9 +211,8 @@ def test_windows(command, lengths_file: str) -> None:
 def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
     text = command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02")
     assert text.count("out of memory in all") == (9 if MEGATRON else 8)
-    found = json.loads(
-        command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02", "--json")
-    )
+    flags = ["--lengths", lengths_file, *SMALL, "--memory-gb", "4.02", "--json"]
+    found = json.loads(command.run(*flags))
     assert found["verdict"].startswith("Nothing fits in memory")
     assert found["use_distca"] is None
     rows = found["systems"]
