@@ -9,11 +9,9 @@ table lists, without a measurement, is computed from the code that has it.
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
+from benchmarks.claims import Claim, Rows, claims_table, ends, over, span, stored_csv
 from benchmarks.cluster.spread import AGAIN, PAIRS
 from benchmarks.cluster.tables import PUBLISHED
 from distca.cost.model_sizes import MODELS
@@ -32,56 +31,11 @@ from distca.simulate import CLUSTERS, ModelCosts
 
 RESULTS = pages.RESULTS
 PAPER = "python benchmarks/cluster/paper.py {} --output DIR"
-Rows = list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A row of the page.
-
-    Attributes:
-        what: figure, table or section of the paper, and what it shows.
-        theirs: what the paper says.
-        ours: what the stored results say, or the code.
-        ratio: ours over theirs, where both are figures of one kind.
-        source: command that gives ours, or where it is.
-    """
-
-    what: str
-    theirs: str
-    ours: str
-    ratio: str
-    source: str
 
 
 def read(name: str) -> Rows:
     """Rows of a stored table."""
-    with (RESULTS / "cluster" / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def one(rows: Rows, **wanted: str) -> dict[str, str]:
-    """The only row with these cells."""
-    (found,) = (row for row in rows if all(row[name] == cell for name, cell in wanted.items()))
-    return found
-
-
-def over(ours: float, theirs: float) -> str:
-    """Formats a ratio."""
-    return f"{ours / theirs:.2f}"
-
-
-def span(values: Sequence[float]) -> str:
-    """Formats the range of the figures that are known."""
-    known = [value for value in values if not np.isnan(value)]
-    return f"{min(known):.2f} to {max(known):.2f}"
-
-
-def ends(values: Sequence[float], least: float | None, most: float) -> str:
-    """Formats the ratios of a range's ends to published ones."""
-    known = [value for value in values if not np.isnan(value)]
-    low = "" if least is None else f"{min(known) / least:.2f}, "
-    return f"{low}{max(known) / most:.2f}"
+    return stored_csv(f"cluster/{name}")
 
 
 def first_figures() -> list[Claim]:
@@ -469,8 +423,6 @@ def mechanisms() -> list[Claim]:
 
 def claims_page() -> str:
     claims = [*first_figures(), *motivation(), *end_to_end(), *mechanisms()]
-    cells = [[c.what, c.theirs, c.ours, c.ratio, c.source] for c in claims]
-    head = ["claim", "paper", "here", "here / paper", "command, or where"]
     return "\n".join(
         [
             "# The paper's claims",
@@ -486,7 +438,7 @@ def claims_page() -> str:
             "the paper and we have ranges, *here / paper* has the ratio of their lower ends, then "
             "the ratio of their upper ends.",
             "",
-            pages.table(head, cells),
+            claims_table(claims, "here / paper"),
         ]
     )
 
