@@ -105,6 +105,8 @@ class StepCase:
         costs, ranks = self.costs, self.new.world_size
         if name == "paper":
             rate = costs.cluster.attention_tflops * 1e12
+            if isinstance(self.cost_model, Profile):
+                rate = self.cost_model.flops_per_second
             return PaperRule(costs.shape, ranks, rate, costs.bytes_per_second(ranks))
         return SimulatedSelector(costs.shape, costs.cluster, costs.links, self.cost_model)
 

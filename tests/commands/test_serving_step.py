@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from support.commands import Command
 
@@ -138,3 +139,23 @@ def test_layouts_of_split_weights(plan: Command, simulate: Command, tmp_path: Pa
     for command in (plan, simulate):
         why = "give --tensor-parallel-size 4 and --context-parallel-size 1"
         assert why in command.refused(*few, *FLAGS)
+
+
+def test_the_papers_rule_goes_by_the_measured_rate(simulate: Command, tmp_path: Path) -> None:
+    """Table 4 of Meta's paper: 2.5% new tokens. Eq. 2 with 800 TFLOP/s a GPU hides no keys."""
+    model = "--model llama-405b --tensor-parallel-size 8 --context-parallel-size 4".split()
+    turn = ["prefill", "--new-tokens", "3100", "--cached-tokens", "124900", "--json", *model]
+    shape = AttentionShape(16, 1, 128)
+    lengths = (1, 4096)
+    rate = 800e12 / shape.flops_per_pair
+    full = tuple(tuple(q * kv / rate for kv in lengths) for q in lengths)
+    diagonal = tuple(
+        tuple((q * max(q, kv) - q * (q - 1) / 2) / rate for kv in lengths) for q in lengths
+    )
+    profile = tmp_path / "profile.json"
+    Profile(lengths, full, diagonal, shape, {}).save(profile)
+    by_data_sheet, measured = (
+        json.loads(simulate.run(*turn, *more))["choices"]["paper"]
+        for more in ((), ("--profile", str(profile)))
+    )
+    assert (by_data_sheet, measured) == ("pass-kv", "pass-q")
