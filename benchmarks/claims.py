@@ -70,7 +70,7 @@ def stored_page(name: str) -> str:
 
 
 def stored_table(name: str, *titles: str) -> Rows:
-    """Reads a table of a stored page.
+    """Reads a table of a stored page. Of columns with one title the second is "TITLE 2".
 
     Args:
         name: as for `stored_csv`.
@@ -84,12 +84,19 @@ def stored_table(name: str, *titles: str) -> Rows:
     found = [at for at, line in enumerate(lines) if line.startswith(begins)]
     if len(found) != 1:
         raise ValueError(f"{name}.md has {len(found)} tables that begin with {begins}, not one")
-    head, rows = _cells(lines[found[0]]), []
+    head, rows = list[str](), Rows()
+    for title in _cells(lines[found[0]]):
+        head.append(title if title not in head else f"{title} {1 + _times(title, head)}")
     for line in lines[found[0] + 2 :]:
         if not line.startswith("|"):
             break
         rows.append(dict(zip(head, _cells(line), strict=True)))
     return rows
+
+
+def _times(title: str, head: Sequence[str]) -> int:
+    """How many columns have a title so far."""
+    return sum(re.fullmatch(rf"{re.escape(title)}( \d+)?", each) is not None for each in head)
 
 
 def _cells(line: str) -> list[str]:

@@ -30,6 +30,7 @@ MISTAKES = [
     ("kernels.fused_rows", "--tokens 0", "--tokens 0: give at least 1"),
     ("serving.balanced_prompts", "--output OUT --gpus 0", "--gpus 0: give at least 1"),
     ("serving.balanced_prompts", "--output OUT --published FILE", "the folder has no document_"),
+    ("serving.cdsp_ablations", "--output OUT --requests 0", "--requests 0: give at least 1"),
     ("serving.cdsp_capacity", "--output OUT --seeds -1", "--seeds -1: give at least 0"),
     ("serving.connector_cost", "--output OUT --starts 0", "--starts 0: give at least 1"),
     ("serving.prefill_trace", "--output OUT --busy 0 1", "--busy 0.0: give more than 0"),
