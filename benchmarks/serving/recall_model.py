@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from distca.inference.models import ServedModel, read_model
 from distca.plan.span import Int64s
+from distca.progress import progress
 
 VOCABULARY = 256
 _HIDDEN, _HEAD, _CODE, _THETA = 128, 64, 32, 1e9
@@ -83,6 +85,22 @@ def _connect(weight: torch.Tensor, rows: Any, part: slice, gain: float) -> None:
     """Lets some of a head's dimensions have the elements of a part of the residual stream."""
     for row, column in zip(rows, range(part.start, part.stop), strict=True):
         weight[row, column] = gain
+
+
+def trained(folder: Path, steps: int, command: str) -> ServedModel:
+    """Reads a trained model from a folder; one that is not there is made, trained and written.
+
+    Args:
+        folder: folder of the model.
+        steps: see `train`.
+        command: what shows its progress.
+    """
+    if not (folder / "config.json").exists():
+        made = make_model()
+        with progress(command, "steps", steps, doing="training") as shown:
+            train(made, steps, lambda *_: shown.update())
+        made.save_pretrained(folder)
+    return read_model(str(folder), torch.float32)
 
 
 def train(model: Any, steps: int, told: Any) -> None:

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
-from benchmarks.serving.recall_model import make_model, text, train
+from benchmarks.serving.recall_model import text, trained
 from distca.cost.link import Links
-from distca.inference.models import ServedModel, model_size, read_model
+from distca.inference.models import ServedModel, model_size
 from distca.inference.sparse_model import SparseModel
 from distca.inference.sparsity_calibration import Calibrated, calibrate, measured_on
 from distca.plan import Mask
@@ -249,13 +249,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.model or Path(scratch) / "model"
-        if not (folder / "config.json").exists():
-            made = make_model()
-            with progress("sparse_degradation", "steps", STEPS, doing="training") as shown:
-                train(made, STEPS, lambda *_: shown.update())
-            made.save_pretrained(folder)
-        model = read_model(str(folder), torch.float32)
+        model = trained(args.model or Path(scratch) / "model", STEPS, "sparse_degradation")
         results = run(model, args.calibration)
         alone = dropped_alone(model, Levels(Links(PER_NODE), RANKS))
     pages.write(args.output / "sparse_degradation.md", page(*results, alone), __file__)
