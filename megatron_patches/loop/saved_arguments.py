@@ -38,7 +38,9 @@ MODEL_FLAGS: tuple[str, ...] = (
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "moe_router_enable_expert_bias",
+    "moe_latent_size",
     "mtp_num_layers",
+    "mtp_use_repeated_layer",
 )
 # Flags that give the optimizer's state its names and shapes.
 _OPTIMIZER: tuple[str, ...] = (
@@ -78,6 +80,22 @@ FUNCTION_FLAGS: tuple[str, ...] = (
     "quick_geglu",
     "glu_linear_offset",
     "activation_func_clamp_value",
+    "openai_gelu",
+    "apply_residual_connection_post_layernorm",
+    "add_position_embedding",
+    "mrope_section",
+    "use_mup",
+    "mup_width_mult",
+    "mup_base_hidden_size",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "mup_base_head_dim",
+    "mup_attn_scale_power",
+    "moe_apply_probs_on_input",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
     "moe_router_topk",
     "moe_router_score_function",
     "moe_router_pre_softmax",
@@ -89,7 +107,10 @@ _DATA: tuple[str, ...] = ("seed", "split")
 # Values of the optimizer that are loaded with its state, whatever the flags say.
 _LOADED: tuple[str, ...] = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 # Flags that turn off what their names in Megatron-LM's arguments turn on.
-_INVERSE = {"add_bias_linear": "disable_bias_linear"}
+_INVERSE = {
+    "add_bias_linear": "disable_bias_linear",
+    "add_position_embedding": "no_position_embedding",
+}
 _OTHER_NAMES = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",

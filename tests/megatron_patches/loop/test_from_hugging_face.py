@@ -81,6 +81,18 @@ def test_a_run_chooses_what_longer_documents_need(folder: Path, tmp_path: Path) 
         ),
         (["--num-experts", "4"], r"--num-experts 4 \(without --num-experts\): remove it"),
         (["--window-size", "7,0"], r"--window-size \(7, 0\) \(without --window-size\)"),
+        (
+            ["--use-mup", "--mup-width-mult", "2", "--mup-output-mult", "3"],
+            r"--use-mup \(without --use-mup\), --mup-width-mult 2.0 \(--mup-width-mult 1.0\), "
+            r"--mup-output-mult 3.0 \(--mup-output-mult 1.0\): remove them",
+        ),
+        (
+            ["--apply-residual-connection-post-layernorm"],
+            r"--apply-residual-connection-post-layernorm \(without ",
+        ),
+        (["--no-position-embedding"], r"--no-position-embedding \(without "),
+        (["--mrope-section", "1", "2", "3"], r"--mrope-section \[1, 2, 3\] \(without "),
+        (["--moe-router-force-load-balancing"], r"--moe-router-force-load-balancing \(without "),
     ],
 )
 def test_flags_that_contradict_the_model(folder: Path, flags: Sequence[str], message: str) -> None:
