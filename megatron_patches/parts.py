@@ -27,7 +27,7 @@ from megatron_patches.loop.checkpoint_folder import (
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.from_hugging_face import with_model_flags
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
-from megatron_patches.loop.run import checked
+from megatron_patches.loop.run import checked, refusal_of_a_file
 from megatron_patches.megatron_lm import add_our_arguments, build_stage
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 from megatron_patches.versions import INITIALIZING_CHECKS
@@ -64,10 +64,11 @@ def parse_args(argv: Sequence[str], rank: int = 0, world_size: int = 1) -> Names
     def add(parser: ArgumentParser) -> ArgumentParser:
         parser = add_our_arguments(parser)
         parser.error = functools.partial(_raise, parser)  # type: ignore[method-assign]
+        given = parser.parse_args(with_model_flags(parser, argv))
+        if given.yaml_cfg is not None:
+            raise ValueError(refusal_of_a_file(given.yaml_cfg))
         # It is called without a command line, and would take that of the process.
-        parser.parse_args = functools.partial(  # type: ignore[method-assign,assignment]
-            parser.parse_args, with_model_flags(parser, argv)
-        )
+        parser.parse_args = lambda: given  # type: ignore[method-assign,assignment]
         return parser
 
     args = arguments.parse_args(add)

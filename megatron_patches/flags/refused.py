@@ -35,6 +35,15 @@ class Refused:
 
 
 # With --distca or without: our data, model or loss would pass over them.
+LAYERS_OF_SEVERAL_KINDS = Refused(
+    "layers of several kinds",
+    """
+        hybrid-layer-pattern hybrid-override-pattern heterogeneous-layers-config-path
+        heterogeneous-layers-config-encoded-json
+    """,
+)
+"""Flags that may name a file, which Megatron-LM reads before `REFUSED` is looked at."""
+
 REFUSED = (
     Refused(
         "made-up data, or phases",
@@ -61,13 +70,7 @@ REFUSED = (
         "experimental attention variants",
         "experimental-attention-variant linear-attention-freq",
     ),
-    Refused(
-        "layers of several kinds",
-        """
-            hybrid-layer-pattern hybrid-override-pattern heterogeneous-layers-config-path
-            heterogeneous-layers-config-encoded-json
-        """,
-    ),
+    LAYERS_OF_SEVERAL_KINDS,
     Refused(
         "other layers than those of the two specs",
         """

@@ -13,6 +13,7 @@ from megatron_patches import cpu
 from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, check_batch
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.memory import check_memory
+from megatron_patches.flags.refused import LAYERS_OF_SEVERAL_KINDS, refuse
 from megatron_patches.flags.required import check_required
 from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
@@ -108,10 +109,12 @@ def refuse_a_file_of_flags(file: str | None, environment: Mapping[str, str]) -> 
     if file is not None:
         rank = int(environment.get("RANK", 0))
         show_our_messages(rank, environment)
-        exit_with_message(
-            f"DistCA does not cover --yaml-cfg {file}: give its flags on the command line",
-            rank,
-        )
+        exit_with_message(refusal_of_a_file(file), rank)
+
+
+def refusal_of_a_file(file: str) -> str:
+    """Returns what is said of `--yaml-cfg`."""
+    return f"DistCA does not cover --yaml-cfg {file}: give its flags on the command line"
 
 
 def refuse_in_vain(names: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -152,6 +155,7 @@ def checked(
     """
     cpu.set_megatron_arguments(args)
     check_required(args)
+    refuse((LAYERS_OF_SEVERAL_KINDS,), args)
     if args.world_size <= config.dedicated:
         raise ValueError(
             f"--distca-servers dedicated:{config.dedicated} leaves none of {args.world_size} "

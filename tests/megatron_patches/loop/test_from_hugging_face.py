@@ -100,6 +100,12 @@ def test_flags_that_contradict_the_model(folder: Path, flags: Sequence[str], mes
         parse(folder, *flags)
 
 
+@pytest.mark.parametrize("flag", ["--yaml-cfg", "--heterogeneous-layers-config-path"])
+def test_files_of_flags_are_not_looked_for(folder: Path, flag: str) -> None:
+    with pytest.raises(ValueError, match=f"DistCA does not cover .*{flag} nowhere"):
+        parse(folder, flag, "nowhere")
+
+
 def test_rows_beyond_the_tokenizer_s_tokens_are_the_model_s(tmp_path: Path) -> None:
     small_config("qwen3", vocab_size=320).save_pretrained(tmp_path)
     add_tokenizer(tmp_path, 301)
