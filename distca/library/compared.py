@@ -25,7 +25,7 @@ _KEPT = 10_000
 
 
 def compare_arguments(
-    arguments: Mapping[str, str], wrong: ValueError | None, group: dist.ProcessGroup | None
+    arguments: Mapping[str, str], wrong: Exception | None, group: dist.ProcessGroup | None
 ) -> None:
     """Compares the arguments of all ranks' planners. Collective.
 
@@ -35,7 +35,8 @@ def compare_arguments(
         group: the ranks; None: all.
 
     Raises:
-        ValueError: they differ, or those of a rank are wrong; on all ranks.
+        ValueError: they differ, or those of a rank are wrong; on all ranks, and what is wrong on
+            this one.
         LostRankError: another rank has ended or does not answer.
     """
     found: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)

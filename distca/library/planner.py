@@ -7,18 +7,23 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from numbers import Real
 
 import torch
 import torch.distributed as dist
 
-from distca.attention import select_kernel, select_kernel_of_heads
-from distca.attention.kernel import Kernel
-from distca.attention.softcap import SoftCapped
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape
 from distca.library.agreed import agreed_values
+from distca.library.arguments import (
+    check_arguments,
+    check_dtype,
+    check_group,
+    check_member,
+    device_of,
+    kernel_of,
+    masks_of_layers,
+)
 from distca.library.batch import Batch, Predictions, Progress
 from distca.library.compared import (
     Comparisons,
@@ -26,7 +31,7 @@ from distca.library.compared import (
     compare_arguments,
     digest_of_bytes,
 )
-from distca.library.documents import IGNORED, Document, check_integer
+from distca.library.documents import IGNORED, Document
 from distca.library.nodes import Nodes, rows_of_rank
 from distca.library.plans import PlanDocuments, PlannedDocuments
 from distca.library.share import Given, check_process_group
@@ -37,7 +42,6 @@ from distca.runtime import AttentionCall, AttentionTimes, Buffers, EventCursor, 
 from distca.runtime.attention_call import CallResources
 from distca.runtime.exchange import build_exchange
 from distca.schedule import ScheduleConfig
-from distca.schedule.schedulers import SCHEDULERS
 from distca.transport import CollectiveTransport, new_exchange_group
 
 _CAUSAL = Mask()
@@ -94,13 +98,24 @@ class Planner:
         vocabulary: int | None = None,
     ) -> None:
         check_process_group()
-        device = _device_of(device)
-        of_layers = (masks,) if isinstance(masks, Mask) else tuple(masks)
-        arguments, wrong = {}, None
+        check_member(group)
+        arguments: dict[str, str] = {}
+        wrong: Exception | None = None
         try:
-            _check_arguments(of_layers, scheduler, max_live_batches, memory_bytes, vocabulary)
-            _check_dtype(shape, device)
-            self._kernel = _select_kernel(shape, softcap, device)
+            check_group(group)
+            device, of_layers = device_of(device), masks_of_layers(masks)
+            check_arguments(
+                shape,
+                scheduler,
+                tolerance,
+                block,
+                cost_model,
+                max_live_batches,
+                memory_bytes,
+                vocabulary,
+            )
+            check_dtype(shape, device)
+            self._kernel = kernel_of(shape, softcap, device)
             config = ScheduleConfig(tolerance, shape, cost_model, block)
             # Those that a rank may choose for itself are missing.
             arguments = {
@@ -115,9 +130,12 @@ class Planner:
                 "max_live_batches": str(int(max_live_batches)),
                 "vocabulary": str(vocabulary and int(vocabulary)),
             }
-        except ValueError as error:
+        except Exception as error:
+            # Whatever it is, the other ranks must not wait for this one.
             wrong = error
-        compare_arguments(arguments, wrong, group)
+        # Ranks that give no group at all meet those that give none of their own.
+        compare_arguments(arguments, wrong, group if isinstance(group, dist.ProcessGroup) else None)
+        assert isinstance(device, torch.device)
         self._arguments = digest_of_bytes(each.encode() for each in arguments.values())
         self.shape, self.masks, self.device = shape, of_layers, device
         self._group, self._softcap = group, softcap
@@ -386,63 +404,3 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timede
     assert group is not None
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
-
-
-def _device_of(given: torch.device | str | None) -> torch.device:
-    """Returns the device of a planner, a GPU with its number."""
-    if given is None:
-        given = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(given)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _check_arguments(
-    masks: Sequence[Mask],
-    scheduler: str,
-    max_live_batches: int,
-    memory_bytes: float | None,
-    vocabulary: int | None,
-) -> None:
-    """Checks arguments of a planner.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    if scheduler not in SCHEDULERS:
-        raise ValueError(f"no scheduler {scheduler!r}: choose from {', '.join(SCHEDULERS)}")
-    if not masks or len(set(masks)) < len(masks):
-        raise ValueError("masks has none, or one twice: give each mask of the layers once")
-    if max_live_batches < 1:
-        raise ValueError(f"max_live_batches is {max_live_batches}: give at least 1")
-    if memory_bytes is not None and not (
-        isinstance(memory_bytes, Real) and float(memory_bytes) >= 1
-    ):
-        raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or None")
-    if vocabulary is not None:
-        check_integer("vocabulary", vocabulary, 1)
-
-
-def _check_dtype(shape: AttentionShape, device: torch.device) -> None:
-    """Raises a `ValueError` if no kernel of a device computes in a shape's dtype."""
-    if shape.dtype_bytes not in (2, 4):
-        raise ValueError(
-            f"the shape has {shape.dtype_bytes} bytes an element: give 2 for bfloat16 and "
-            "float16, or 4 for float32"
-        )
-    if device.type == "cuda" and shape.dtype_bytes != 2:
-        raise ValueError(
-            f"the shape has {shape.dtype_bytes} bytes an element, but kernels of GPUs compute "
-            "in bfloat16 and float16 only: give 2, and queries, keys and values of that dtype"
-        )
-
-
-def _select_kernel(shape: AttentionShape, softcap: float | None, device: torch.device) -> Kernel:
-    if softcap is None:
-        return select_kernel_of_heads(device.type, shape.head_dim, shape.value_dim)
-    if softcap <= 0:
-        raise ValueError(f"softcap is {softcap}: give a positive bound, or None")
-    if shape.head_dim != shape.value_dim:
-        raise ValueError("a soft cap needs keys and values with heads of one size")
-    return SoftCapped(select_kernel(device.type, shape.head_dim, softcaps=True), softcap)

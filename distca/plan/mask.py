@@ -24,7 +24,8 @@ class Mask:
     counted from the document's start, as in Llama 4.
 
     Raises:
-        ValueError: `window_left` is negative, `attention_chunk` is not positive, or both are given.
+        ValueError: `window_left` is negative, `attention_chunk` is not positive, one of them is no
+            whole number, or both are given.
     """
 
     window_left: int | None = None
@@ -32,15 +33,17 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.attention_chunk is not None:
-            if self.attention_chunk < 1:
+            if not _is_whole(self.attention_chunk) or self.attention_chunk < 1:
                 raise ValueError(
-                    f"attention_chunk is {self.attention_chunk}: give at least 1 token"
+                    f"attention_chunk is {self.attention_chunk!r}: give at least 1 token"
                 )
             if self.window_left is not None:
                 raise ValueError("a mask has a window or chunks: give one of the two")
-        if self.window_left is not None and self.window_left < 0:
+        if self.window_left is not None and (
+            not _is_whole(self.window_left) or self.window_left < 0
+        ):
             raise ValueError(
-                f"window_left is {self.window_left}: give the number of earlier tokens that a "
+                f"window_left is {self.window_left!r}: give the number of earlier tokens that a "
                 "query sees (0 or more), or None for full causal attention"
             )
 
@@ -166,3 +169,7 @@ def _pairs_before_chunks(
     every = np.maximum(chunks - np.maximum(behind_first, behind_last), 0) * keys
     of_rest = np.minimum(np.maximum(chunks * size - kv_start, 0), keys)
     return size * (some + every) + rest * of_rest
+
+
+def _is_whole(given: object) -> bool:
+    return isinstance(given, int | np.integer) and not isinstance(given, bool)

@@ -16,6 +16,7 @@ from support.differing_ranks import (
     LENGTHS,
     OTHER,
     SHAPE,
+    WRONG,
     gathered,
     other_arguments,
     other_batches,
@@ -45,8 +46,9 @@ def test_planners_of_other_arguments_are_refused(ranks: Any) -> None:
         assert message in first[name]
         assert f", but rank 0 with {name}=" in first[name]
         assert first[name] == second[name]
-    assert "rank 1 cannot make its planner, and says why" in first["wrong"]
-    assert "vocabulary is -1" in second["wrong"]
+    for name, (_, message) in WRONG.items():
+        assert first[f"wrong {name}"] == "rank 1 cannot make its planner, and says why"
+        assert re.match(message, second[f"wrong {name}"]), second[f"wrong {name}"]
     assert first["order"] == second["order"]
     assert "with a planner of other arguments than rank 0" in first["order"]
 

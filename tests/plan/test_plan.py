@@ -98,6 +98,12 @@ def test_a_full_rectangle_ends_with_the_first_query(kv_end: int, full: bool) -> 
 def test_a_window_is_not_negative() -> None:
     with pytest.raises(ValueError, match="window_left is -1"):
         Mask(-1)
+    for wrong in (1.5, True, "8"):
+        with pytest.raises(ValueError, match=f"window_left is {wrong!r}: give the number"):
+            Mask(wrong)
+        with pytest.raises(ValueError, match=f"attention_chunk is {wrong!r}: give at least 1"):
+            Mask(None, wrong)
+    assert Mask(np.int64(4)) == Mask(4)
     with pytest.raises(ValueError, match="attention_chunk is 0"):
         Mask(None, 0)
     with pytest.raises(ValueError, match="one of the two"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,26 @@ OTHER: dict[str, Any] = {
 }
 """Other values of a planner's arguments than those of `planner`."""
 
+WRONG: dict[str, tuple[Any, str]] = {
+    "vocabulary": (-1, "vocabulary is -1: give a whole number of at least 1"),
+    "masks": (None, "masks is None: give a Mask, or a list"),
+    "masks, 2": ([7], r"masks is \[7\]: give a Mask, or a list"),
+    "max_live_batches": ("8", "max_live_batches is '8': give a whole number"),
+    "max_live_batches, 2": (2.5, "max_live_batches is 2.5: give a whole number"),
+    "block": (3.5, "block is 3.5: give a whole number"),
+    "softcap": ("x", "softcap is 'x': give a positive bound"),
+    "softcap, 2": (math.nan, "softcap is nan: give a positive bound"),
+    "softcap, 3": (math.inf, "softcap is inf: give a positive bound"),
+    "tolerance": ("x", "tolerance is 'x': give a number"),
+    "scheduler": ([], r"no scheduler \[\]: choose from"),
+    "cost_model": (4, "cost_model is 4: give a cost model"),
+    "shape": (5, "shape is 5: give an AttentionShape"),
+    "group": (3, "group is 3: give a process group"),
+    "device": ("foo", "device is 'foo': give cpu or cuda"),
+    "device, 2": ("meta", "device is 'meta': give cpu or cuda"),
+}
+"""Values that a planner's arguments cannot have, and what is said of them."""
+
 
 def planner(**arguments: Any) -> Planner:
     return Planner(**{"shape": SHAPE, "block": BLOCK} | arguments)
@@ -48,8 +69,9 @@ def other_arguments() -> dict[str, str]:
     """What is said where rank 1 makes a planner with another argument, or cannot make one."""
     second = bool(dist.get_rank())
     found = {}
-    for name, value in (*OTHER.items(), ("wrong", -1)):
-        mine = {"vocabulary" if name == "wrong" else name: value} if second else {}
+    wrong = {f"wrong {name}": value for name, (value, _) in WRONG.items()}
+    for name, value in (OTHER | wrong).items():
+        mine = {name.removeprefix("wrong ").partition(",")[0]: value} if second else {}
         found[name] = message_of(lambda: planner(**mine))  # noqa: B023
     one, other = planner(), planner(tolerance=0.5)
     chosen = other if second else one
