@@ -39,7 +39,20 @@ class Batches(IterableDataset):
 
 
 class DistcaTrainer(Trainer):
-    """A trainer whose batches are placed already, each rank's for itself."""
+    """A trainer whose batches are placed already, each rank's for itself.
+
+    Raises:
+        ValueError: its arguments ask for a loss that it would compute wrongly of such batches.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: TrainingArguments, **more: object) -> None:
+        if args.label_smoothing_factor:
+            # The smoother would shift labels once more.
+            raise ValueError("DistCA's labels cannot be smoothed: set label_smoothing_factor to 0")
+        if not args.average_tokens_across_devices:
+            # It would divide a rank's loss by the rank's own targets.
+            raise ValueError("ranks share documents: set average_tokens_across_devices to True")
+        super().__init__(model, args, **more)
 
     def get_train_dataloader(self) -> Batches:
         return self.train_dataset

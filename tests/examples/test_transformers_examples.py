@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from support.pretraining import run_script
 
 pytest.importorskip("transformers")
 
 STEPS = 2
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @functools.cache
@@ -34,6 +40,20 @@ def test_trainer() -> None:
     for more in ((), ("--accumulate", "2")):
         found = losses("transformers_trainer", 2, *more)
         assert found == pytest.approx(losses("transformers_fsdp", 1), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "cannot be smoothed: set label_smoothing_factor to 0"),
+        ({"average_tokens_across_devices": False}, "set average_tokens_across_devices to True"),
+    ],
+)
+def test_a_trainer_with_another_loss_is_refused(wrong: dict[str, Any], message: str) -> None:
+    example = runpy.run_path(str(EXAMPLES / "transformers_trainer.py"), run_name="example")
+    given = {"label_smoothing_factor": 0.0, "average_tokens_across_devices": True} | wrong
+    with pytest.raises(ValueError, match=message):
+        example["DistcaTrainer"](torch.nn.Identity(), SimpleNamespace(**given))
 
 
 def test_rollouts() -> None:
