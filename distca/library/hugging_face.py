@@ -32,6 +32,11 @@ IMPLEMENTATION = "distca"
 """Value of `attn_implementation`."""
 _PADDED = "distca_padded"
 """Argument of models: whether their only row is padding."""
+OFFSET_POSITIONS = (
+    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Types of models whose positions do not begin with 0."""
 
 
 def register() -> None:
@@ -66,7 +71,13 @@ def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     config = config.get_text_config()
     _refuse_models(config)
     _refuse_families(config)
-    heads = config.num_attention_heads
+    # A configuration may have one for each layer, which is an `AttributeError`.
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise ValueError(
+            f"models of the type {config.model_type} are not supported, since their configuration "
+            "has no one num_attention_heads of all layers: use another model"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return {
@@ -106,6 +117,11 @@ def _refuse_families(config: Any) -> None:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if config.model_type in OFFSET_POSITIONS:
+        raise ValueError(
+            f"models of the type {config.model_type} are not supported, since they count positions "
+            "from padding_idx + 1: use another model"
+        )
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None:
         return
