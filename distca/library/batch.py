@@ -57,10 +57,12 @@ class Progress:
     Attributes:
         attended: whether core attention has run.
         first: whether core attention had run for no batch of the planner when it was placed.
+        positions: positions of this rank's tokens; None: nobody compares them.
     """
 
     attended: bool = False
     first: bool = True
+    positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

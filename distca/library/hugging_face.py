@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from distca.cost.volume import AttentionShape
 from distca.library.batch import Batch, Progress
 from distca.library.documents import IGNORED
+from distca.library.model_masks import LayerMask, NoMask, mask_of_layer, mask_of_layers
 from distca.library.operation import core_attention
+from distca.library.planner import find_planner
 from distca.plan import Mask
 
 IMPLEMENTATION = "distca"
@@ -37,6 +38,8 @@ OFFSET_POSITIONS = (
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 """Types of models whose positions do not begin with 0."""
+_OF_LOSS = ("shift_labels", "num_items_in_batch")
+"""Arguments of models without which labels give another loss."""
 
 
 def register() -> None:
@@ -46,13 +49,14 @@ def register() -> None:
         ImportError: transformers is not installed, or older than 5.
     """
     import transformers
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ImportError(
             f"transformers {transformers.__version__} is too old: pip install 'transformers>=5'"
         )
     AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, mask_of_layers)
 
 
 def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -157,30 +161,6 @@ def _masks_of(config: Any) -> tuple[Mask, ...]:
     return tuple(mask for kind, mask in masks.items() if kind in kinds)
 
 
-class _NoTensorError(AttributeError, ValueError):
-    """What stands for the mask has no shape: so `hasattr` says that, too."""
-
-
-@dataclass(frozen=True)
-class _NoMask:
-    """Stands for a mask, which transformers do not look at if a model has our implementation."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Whatever a model looks at first, such as dimensions.
-
-        Raises:
-            ValueError: always; it is an `AttributeError`, too.
-        """
-        if name in ("shape", "ndim") or not name.startswith("_"):
-            raise _NoTensorError(
-                f"the attention_mask of inputs_of is no tensor, and has no {name}. A model that "
-                "looks at it has another attention, which would mix a batch's documents: make it "
-                'with attn_implementation="distca", and give each model a config of its own. If it '
-                "was, models of its type are not supported"
-            )
-        raise AttributeError(name)
-
-
 class _Targets(int):
     """Number of targets, by which a model divides its loss: until core attention has run, it
     refuses.
@@ -221,6 +201,10 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
     A rank without tokens has one row of padding, since models need one. No token sees it, and it
     has no label. `Batch.loss` and `Batch.gather` leave it out.
 
+    Leave the arguments as they are: the model refuses another `attention_mask`. If it hands its
+    arguments on to its attention, it also refuses other positions, and a lack of `shift_labels` or
+    `num_items_in_batch` alone.
+
     The loss that the model then returns is divided by the targets of all ranks. With trees there
     are no labels: give the model's logits to `Batch.loss`. The `attention_mask` is no tensor: a
     model with another `attn_implementation` looks at it, and raises a `ValueError`. So does a loss
@@ -230,7 +214,7 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
     padded = not len(batch.tokens)
     arguments = {
         "input_ids": _padded(batch.tokens, 0),
-        "attention_mask": _NoMask(),
+        "attention_mask": NoMask(),
         "position_ids": _padded(batch.positions, 0),
         "use_cache": False,
         IMPLEMENTATION: batch.handle,
@@ -255,12 +239,27 @@ def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
     return rows[None] if len(rows) else rows.new_full((1, 1), padding)
 
 
+def _check_loss(given: Mapping[str, Any]) -> None:
+    """Checks that what decides a loss is there together, where a model hands it on.
+
+    Raises:
+        ValueError: one is missing: the model would shift labels once more, or take a rank's mean.
+    """
+    there = [name for name in _OF_LOSS if given.get(name) is not None]
+    if len(there) == 1:
+        (missing,) = {*_OF_LOSS} - {*there}
+        raise ValueError(
+            f"the model was called without the {missing} of inputs_of, so its loss would be wrong: "
+            "keep it, or leave out labels, shift_labels and num_items_in_batch and compute the loss"
+        )
+
+
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: LayerMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -269,7 +268,8 @@ def _attend(
     is_causal: bool | None = None,
     distca: int | None = None,
     distca_padded: bool = False,
-    **_: Any,
+    position_ids: torch.Tensor | None = None,
+    **of_loss: Any,
 ) -> tuple[torch.Tensor, None]:
     """Core attention of a layer, as transformers call it.
 
@@ -278,7 +278,7 @@ def _attend(
         query: `[1, heads, rows, head_dim]`.
         key: `[1, kv_heads, rows, head_dim]`.
         value: `[1, kv_heads, rows, head_dim]`.
-        attention_mask: None.
+        attention_mask: mask of the layer, which `mask_of_layers` made; None: the model made none.
         scaling: factor of the scores.
         dropout: 0.
         sliding_window: keys that a query sees, with its own; None: all before it.
@@ -287,6 +287,8 @@ def _attend(
         is_causal: not False.
         distca: handle of the batch.
         distca_padded: whether the only row is padding, whose output is 0.
+        position_ids: positions that the model was called with, if it hands them on.
+        of_loss: what else it hands on; arguments of its loss are among that.
 
     Returns:
         The output, `[1, rows, heads, head_dim]`, and no weights.
@@ -299,16 +301,17 @@ def _attend(
             'attn_implementation="distca" needs a batch: call the model with `inputs_of(batch)`; '
             "models that do not pass its arguments on to their attention are not supported"
         )
-    if attention_mask is not None or query.shape[0] != 1:
-        raise ValueError(
-            "give documents without padding or mask: call with `inputs_of(batch)`; models that "
-            "make a mask of their own are not supported"
-        )
+    if query.shape[0] != 1:
+        raise ValueError(f"there are {query.shape[0]} rows: call with `inputs_of(batch)`")
+    mask = mask_of_layer(attention_mask, sliding_window)
+    _check_loss(of_loss)
+    if position_ids is not None and not (distca_padded or torch.compiler.is_compiling()):
+        planner, number = find_planner(distca)
+        planner.check_positions(number, position_ids)
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not supported: set it to 0")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ValueError("a layer's attention is not causal: only causal attention is shared")
-    mask = Mask() if sliding_window is None else Mask(window_left=sliding_window - 1)
     # Under autocast rotary embeddings give queries and keys in float32.
     q, k, v = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
     if distca_padded:

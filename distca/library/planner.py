@@ -207,6 +207,7 @@ class Planner:
         placement = made.plans[0].placement
         rows = rows_of_rank(nodes, placement, rank)
         tokens, positions = (self._to_device(each) for each in rows)
+        progress.positions = positions
         _, _, targets, weights = nodes.predictions
         mine, row = map(torch.from_numpy, nodes.predictions_of_rank(placement, rank))
         predictions = Predictions(row, targets[mine], weights[mine])
@@ -351,6 +352,29 @@ class Planner:
     def add_call(self, call: str) -> None:
         """Notes a call of core attention, in words, which `place` compares."""
         self._comparisons.add_call(call)
+
+    def check_positions(self, number: int, given: torch.Tensor) -> None:
+        """Checks positions that a model was called with. A GPU is waited for in a batch's first
+        layer at most.
+
+        Args:
+            number: number of the batch.
+            given: positions, `[…, rows]`.
+
+        Raises:
+            ValueError: they are not the batch's.
+        """
+        placed = self._placed.get(number)
+        own = None if placed is None else placed[1].positions
+        if placed is None or own is None or given.data_ptr() == own.data_ptr():
+            return
+        if own.device.type != "cpu" and placed[1].attended:
+            return
+        if given.shape[-1] != len(own) or not bool((given == own).all()):
+            raise ValueError(
+                "the model was called with other position_ids than those of inputs_of: leave them "
+                "as they are"
+            )
 
     def check_softcap(self, softcap: float) -> None:
         """Checks that a layer has the soft cap that the planner's kernel has.

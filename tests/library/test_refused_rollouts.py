@@ -29,8 +29,13 @@ def test_models_with_another_attention_refuse_batches(ranks: Any) -> None:
     """A model that is made of the policy's config changes the policy's attention, too."""
     for found in ranks.run(with_other_attention, world_size=2):
         assert found.pop("policy") == "no error"
-        assert found.pop("has a shape") == "False"
-        assert "attention_mask of inputs_of is no tensor, and has no" in found.pop("shape")
+        assert found.pop("has values") == "False"
+        for name, what in (
+            ("values", "has no sum"),
+            ("slice", "cannot"),
+            ("sum", "is no argument"),
+        ):
+            assert f"attention_mask of inputs_of is no tensor, and {what}" in found.pop(name)
         assert "values are given for" in found.pop("logits of tokens")
         assert "trained, but the logits are of 5 tokens" in found.pop("vocabulary")
         for name in ("whole values", "rows of values"):

@@ -271,6 +271,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 100},
     "gemma2": {"sliding_window": 50, "query_pre_attn_scalar": 16},
     "gpt_oss": {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Its attention does not hand the window of its second layer on.
+    "qwen2_moe": {
+        **{"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "shared_expert_intermediate_size": 32,
+    },
+    "gpt2": {
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        **{"num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2},
+    },
 }
 """Small models by their types, and what they have beside `SIZES`."""
 
@@ -280,7 +290,7 @@ def make_model(family: str, implementation: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
     config.attention_dropout = 0.0
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 

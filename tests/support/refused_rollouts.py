@@ -45,8 +45,10 @@ def with_other_attention() -> dict[str, str]:
     mask = hf.inputs_of(attended)["attention_mask"]
     values = torch.zeros(len(attended.predictions.rows))
     found = {
-        "has a shape": str(hasattr(mask, "shape") or hasattr(mask, "ndim")),
-        "shape": message_of(lambda: mask.shape),
+        "has values": str(hasattr(mask, "sum") or hasattr(mask, "dtype")),
+        "values": message_of(lambda: mask.sum),
+        "slice": message_of(lambda: mask[:, :1]),
+        "sum": message_of(lambda: torch.zeros(1) + mask),
         "logits of tokens": message_of(lambda: attended.loss(zeros, of_predictions=True)),
         "vocabulary": message_of(lambda: attended.loss(zeros[:, :5])),
         "whole values": message_of(lambda: attended.sum_rollouts(values.long())),
