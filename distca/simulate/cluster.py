@@ -188,9 +188,15 @@ class Cluster:
         """Forward seconds of core-attention tasks on one GPU."""
         return TiledCost.of_shape(shape, self.attention_tflops * 1e12, self.name)
 
-    def inference_cost(self, shape: AttentionShape) -> CostModel:
-        """Returns the seconds of core-attention tasks on one GPU where some have few queries."""
-        flops, memory = self.attention_tflops * 1e12, self.copied_bytes_per_second
+    def inference_cost(self, shape: AttentionShape, cache_efficiency: float = 1.0) -> CostModel:
+        """Returns the seconds of core-attention tasks on one GPU where some have few queries.
+
+        Args:
+            shape: heads of the GPU.
+            cache_efficiency: share of the memory's speed at which such tasks read.
+        """
+        flops = self.attention_tflops * 1e12
+        memory = self.copied_bytes_per_second * cache_efficiency
         return RooflineCost.of_shape(shape, flops, memory, self.name)
 
 

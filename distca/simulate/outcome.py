@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distca.plan.span import Floats, Int64s
@@ -30,6 +31,8 @@ class Outcome:
             None: the iteration has no ticks.
         bytes_between: bytes that one GPU of each rank sends to each other rank in exchanges,
             `[ranks, ranks]`; None: nothing was recorded.
+        spent: in inference, seconds of the rank that ends last by parts of its time, which add up
+            to `seconds`.
     """
 
     seconds: float
@@ -44,6 +47,7 @@ class Outcome:
     spans: tuple[Span, ...] = ()
     clock: Floats | None = None
     bytes_between: Int64s | None = None
+    spent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:

@@ -8,6 +8,7 @@ from distca.cost.model_sizes import ModelSize
 from distca.schedule.serving.cdsp import PrefillModel
 from distca.simulate.cluster import Cluster
 from distca.simulate.requests.costs import DecodeTimes
+from distca.simulate.serving.overheads import NO_OVERHEADS, Overheads
 
 BYTES = 2
 """Bytes of a number: weights, keys and values are in 16 bits."""
@@ -72,11 +73,13 @@ def describe_cluster(
     backends: int = 4,
     block_size: int = 128,
     max_num_batched_tokens: int = 131_072,
+    decode_overheads: Overheads = NO_OVERHEADS,
 ) -> ServingCluster:
     """Derives what ranks hold and how long decoding takes; a prefill rank is one GPU.
 
-    An iteration reads all weights and cached rows at the memory's speed, and has two all-reduces a
-    layer. Answers end at their length, so what is sampled costs nothing more.
+    A decode iteration reads all weights and cached rows, and has two all-reduces a layer, each of
+    two collectives. Answers end at their length, so what is sampled costs nothing more. Prefills
+    take their fitted times.
 
     Raises:
         ValueError: the weights don't fit, or the tensor-parallel size doesn't divide the heads.
@@ -95,10 +98,15 @@ def describe_cluster(
             f"{cluster.name}: give a smaller model, or more memory"
         )
     speed = cluster.copied_bytes_per_second * decode_tensor_parallel
-    latency = 2 * cluster.node_latency * (decode_tensor_parallel > 1) + cluster.launch_seconds
+    of, layers = decode_overheads, model.layers
+    together = decode_tensor_parallel > 1
+    collectives = 4 * of.of_collective(1) * together
+    latency = 2 * cluster.node_latency * together + cluster.launch_seconds + of.layer_seconds
+    work = weights / (speed * of.weight_efficiency) + layers * latency
+    step = max(work, layers * of.host_layer_seconds) + layers * collectives + of.iteration_seconds
     return ServingCluster(
         times,
-        DecodeTimes(weights / speed + model.layers * latency, row / speed),
+        DecodeTimes(step, row / (speed * of.cache_efficiency)),
         prefill_ranks,
         cluster.gpus_per_node,
         decode_ranks,

@@ -10,8 +10,8 @@ Prompts of at least `least` tokens are theirs, but for the last token. Rows of a
 is computed. A replica writes what has come between two of its steps.
 
 Every request has room for its prompt and its whole answer before it starts, so nothing is
-preempted. What hosts compute takes no time in vLLM, and `host_seconds` in each iteration of the
-prefill ranks.
+preempted. What hosts compute is in the costs' `overheads`; each iteration of the prefill ranks
+takes `host_seconds` beside them.
 """
 
 from __future__ import annotations
@@ -68,12 +68,11 @@ class Replicas:
         return room_of(self.costs)
 
     @cached_property
-    def _model(self) -> CostModel:
-        return self.costs.cluster.inference_cost(self.costs.shape)
-
-    @cached_property
-    def _linear(self) -> dict[int, float]:
-        return {}
+    def _kinds(self) -> tuple[tuple[InferenceCosts, CostModel, dict[int, float]], ...]:
+        """Costs of steps with chunks, and of those without; seconds of their layers' linear parts
+        by tokens, as they become known."""
+        both = self.costs, self.costs.of_decode()
+        return tuple((costs, costs.attention_cost(), {}) for costs in both)
 
     def seconds(self, chunks: Sequence[tuple[int, int]], rows: Sequence[int]) -> float:
         """Returns the seconds of a step.
@@ -82,19 +81,19 @@ class Replicas:
             chunks: of each chunk of a prompt the tokens before it, and its own.
             rows: of each sequence that decodes the tokens that it sees.
         """
-        costs, layers = self.costs, self.costs.model.layers
+        costs, model, linear = self._kinds[not chunks]
+        layers = costs.model.layers
         tokens = sum(count for _, count in chunks) + len(rows)
-        if tokens not in self._linear:
+        if tokens not in linear:
             of_all = np.array([tokens], dtype=np.int64)
-            self._linear[tokens] = float(
-                (costs.pre_seconds(of_all) + costs.post_seconds(of_all))[0]
-            )
+            linear[tokens] = float((costs.pre_seconds(of_all) + costs.post_seconds(of_all))[0])
         before, new = np.array([*chunks, *((each - 1, 1) for each in rows)], dtype=np.int64).T
         pairs = before * new + new * (new + 1) // 2
-        attention = float(self._model.seconds(new, before + new, pairs).sum())
+        attention = float(model.seconds(new, before + new, pairs).sum())
         sampled = np.array([len(chunks) + len(rows)], dtype=np.int64)
-        a_layer = self._linear[tokens] + attention + costs.cluster.launch_seconds
-        return layers * a_layer + float(costs.head_seconds(sampled)[0])
+        a_layer = linear[tokens] + attention + costs.cluster.launch_seconds
+        once = costs.overheads.iteration_seconds + float(costs.head_seconds(sampled)[0])
+        return layers * max(a_layer, costs.launch_seconds()) + once
 
 
 @dataclass(frozen=True)

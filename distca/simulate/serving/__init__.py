@@ -10,7 +10,12 @@ from distca.simulate.serving.chains import chain_costs, searched_shares, searche
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.growth import Growth, simulate_growth
 from distca.simulate.serving.layouts import described_split, gpu_links, simulate_shared
+from distca.simulate.serving.overheads import (
+    NO_OVERHEADS,
+    Overheads,
+)
 from distca.simulate.serving.selector import SimulatedSelector
+from distca.simulate.serving.spent import PARTS
 from distca.simulate.serving.steps import (
     PlanStepCosts,
     SteppedCosts,
@@ -20,8 +25,11 @@ from distca.simulate.serving.steps import (
 )
 
 __all__ = [
+    "NO_OVERHEADS",
+    "PARTS",
     "Growth",
     "InferenceCosts",
+    "Overheads",
     "PlanStepCosts",
     "SimulatedSelector",
     "SteppedCosts",

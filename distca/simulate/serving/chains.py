@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from distca.schedule.serving.partitions import (
     even_shares,
     search_partition,
 )
+from distca.simulate.costs import TENSOR_COLLECTIVES
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.overheads import NO_OVERHEADS
 from distca.simulate.serving.prefill_chain import ChainCosts
 
 _MANY = 8192
@@ -32,10 +35,15 @@ def chain_costs(
         ranks: ranks of the chain.
         cached: tokens before the new ones, all of which these see.
     """
-    layers, cluster = costs.model.layers, costs.cluster
+    layers, cluster, of = costs.model.layers, costs.cluster, costs.overheads
     tokens = np.array([_MANY], dtype=np.int64)
+    # What does not grow with tokens is charged for each layer, not for each token.
+    collectives = sum(TENSOR_COLLECTIVES.values()) * (costs.tensor_parallel > 1)
+    fixed = of.layer_seconds + collectives * costs.collective_overhead()
+    growing = replace(costs, overheads=NO_OVERHEADS)
     pre, post = (
-        float(each[0]) / _MANY for each in (costs.pre_seconds(tokens), costs.post_seconds(tokens))
+        float(each[0]) / _MANY
+        for each in (growing.pre_seconds(tokens), growing.post_seconds(tokens))
     )
     product = float(cost_model.seconds(tokens, tokens, tokens * tokens)[0]) / _MANY**2
     together = costs.links.ranks_per_node
@@ -57,6 +65,7 @@ def chain_costs(
         before_attention=pre / (pre + post + product * cached),
         latency=cluster.node_latency if ranks <= together else cluster.network_latency,
         causal=True,
+        overheads=replace(of, layer_seconds=fixed, host_layer_seconds=costs.launch_seconds()),
     )
 
 

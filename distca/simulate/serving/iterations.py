@@ -14,8 +14,8 @@ from distca.cost.volume import AttentionShape, Messages
 from distca.plan import Mask
 from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
 from distca.schedule.serving.iteration import BatchPlan
-from distca.simulate.resources import Resources
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.spent import ServingResources
 from distca.simulate.serving.steps import (
     AttentionCosts,
     PlanStepCosts,
@@ -74,7 +74,7 @@ def simulate_iteration(
     costs: InferenceCosts,
     cost_model: CostModel | None = None,
     moves: Messages | None = None,
-) -> Resources:
+) -> ServingResources:
     """Simulates an iteration until the logits of each sequence's last token.
 
     Args:
@@ -87,8 +87,10 @@ def simulate_iteration(
         The ranks afterwards: `clock` says when each has ended, and `sent` what it has sent.
     """
     ranks, masks = len(plan.new_tokens), costs.model.masks
-    model = cost_model or costs.cluster.inference_cost(costs.shape)
-    resources = Resources(ranks, costs.cluster, np.ones(ranks))
+    if all(isinstance(part, DecodeBatch) for part in plan.parts):
+        costs = costs.of_decode()
+    model = cost_model or costs.attention_cost()
+    resources = ServingResources(ranks, costs.cluster, np.ones(ranks))
     known: dict[object, AttentionCosts] = {}
 
     def of_part(part: PrefillBatch | DecodeBatch, layer: int) -> AttentionCosts:

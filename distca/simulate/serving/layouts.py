@@ -14,11 +14,19 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.volume import PlanBytes
 from distca.plan import SteppedPlan
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 from distca.schedule.serving.csps.layouts import LayoutChoice, SharedRows, SplitLayer, SplitModel
 from distca.simulate.outcome import Outcome
-from distca.simulate.resources import Resources, Transfer
+from distca.simulate.resources import Transfer
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.spent import (
+    ATTENTION,
+    COLLECTIVES,
+    EXCHANGES,
+    LAUNCHES,
+    LINEAR,
+    ServingResources,
+)
 from distca.simulate.serving.steps import SteppedCosts
 
 
@@ -68,19 +76,19 @@ def simulate_shared(
         recording: keep spans for `save_trace`.
     """
     cluster, layer, gpus = costs.cluster, split.layer, costs.tensor_parallel
-    model, links = cost_model or cluster.inference_cost(costs.shape), gpu_links(costs)
-    resources = Resources(gpus, cluster, np.ones(gpus), recording)
+    model, links = cost_model or costs.attention_cost(), gpu_links(costs)
+    resources = ServingResources(gpus, cluster, np.ones(gpus), recording)
     every = np.ones(gpus)
     tokens = np.array([int(shared.rows.sum())])
     queries, outputs, mlp = (float(each[0]) * every for each in costs.block_seconds(tokens))
+    steps = {id(plan): SteppedCosts(plan, costs.shape, model, links).steps for plan in plans}
     kernels = {
-        id(plan): float(
-            sum(
-                step.kernel_seconds[0] + cluster.launch_seconds * step.kernel_calls[0]
-                for step in SteppedCosts(plan, costs.shape, model, links).steps
-            )
-        )
-        for plan in plans
+        key: {
+            ATTENTION: sum(float(step.kernel_seconds[0]) for step in of) * every,
+            LAUNCHES: sum(cluster.launch_seconds * int(step.kernel_calls[0]) for step in of) * every
+            + costs.overheads.layer_seconds,
+        }
+        for key, of in steps.items()
     }
     transfers: dict[str, list[tuple[str, Transfer, Int64s]]] = {}
 
@@ -92,26 +100,36 @@ def simulate_shared(
                 if any(phase.startswith(begin) for begin in only)
             ]
         for phase, transfer, copied in transfers[name]:
-            seconds = resources.copy_seconds(copied) + cluster.launch_seconds * (copied > 0)
-            resources.compute(seconds, phase, "exchange")
+            spent = {
+                EXCHANGES: resources.copy_seconds(copied),
+                LAUNCHES: np.where(copied > 0, cluster.launch_seconds, 0.0),
+                COLLECTIVES: np.where(copied > 0, costs.collective_overhead(), 0.0),
+            }
+            resources.spend(spent, phase, "exchange")
+            launched.append(spent[COLLECTIVES])
             resources.wait(resources.exchange(transfer, phase), f"wait for {phase}")
 
     of_attention = layer.attention_bytes(shared.layout, shared.rows)
     of_block = layer.block_bytes(shared.rows)
+    resources.wait_for_host(resources.clock + costs.overheads.iteration_seconds)
+    began, launched = resources.clock, list[Floats]()
     move("embeddings", layer.embedding_bytes(shared.rows), ["embeddings"])
     for number, plan in enumerate(plans):
         move("weights", of_attention, ["weights", "key weights", "all-gather"])
-        resources.compute(queries, "queries, keys and values", "ticks", layer=number)
+        resources.spend({LINEAR: queries}, "queries, keys and values", "ticks", layer=number)
         move("heads", of_attention, ["heads"])
-        resources.compute(kernels[id(plan)] * every, "core attention", "kernels", layer=number)
+        resources.spend(kernels[id(plan)], "core attention", "kernels", layer=number)
         move("outputs", of_attention, ["outputs"])
-        resources.compute(outputs, "outputs", "ticks", layer=number)
+        resources.spend({LINEAR: outputs}, "outputs", "ticks", layer=number)
         move("sums", of_attention, ["reduce-scatter"])
         move("rows", of_block, ["all-gather"])
-        resources.compute(mlp, "MLP", "ticks", layer=number)
+        resources.spend({LINEAR: mlp}, "MLP", "ticks", layer=number)
         move("sums of the MLP", of_block, ["reduce-scatter"])
+        launched.append(every * costs.overheads.host_layer_seconds)
+        resources.wait_for_host(began + np.sum(launched, axis=0))
     last = np.array([plans[0].plan.sequences])
-    resources.compute(float(costs.head_seconds(last)[0]) * every, "output layer", "ticks")
+    head = {part: float(each[0]) * every for part, each in costs.head_parts(last).items()}
+    resources.spend(head, "output layer", "ticks")
     rows = sum(int(each.plan.placement.tokens_per_rank().sum()) for each in plans)
     whole = gpus * layer.own_weights + min(gpus, layer.kv_heads) * layer.key_weights
     gathered = whole * layer.dtype_bytes if shared.layout == "sp-ntp" else 0
@@ -127,4 +145,5 @@ def simulate_shared(
         gathering=np.zeros(gpus),
         bytes_sent=resources.sent,
         spans=tuple(resources.spans),
+        spent=resources.of_last(),
     )

@@ -7,11 +7,16 @@ with a key's, whether seen or not. Layers share them equally.
 **Chain.** In each layer a rank computes queries, keys and values of its part, sends its rows to the
 next rank at once, and attends to them; then it attends to each earlier part as its rows come, the
 nearest first, and hands them on. Rows of a layer and the next share a link in order. A rank goes on
-to its next layer by itself: there is no barrier. (In the paper a rank hands on all that it has
-when it has all.)
+to its next layer by itself: there is no barrier.
+
+**Chain that hands on whole caches** (`whole_caches`, the paper's code). A rank asks for the rows of
+all earlier parts when it begins a layer, and receives them from the rank before once that rank has
+them all. It sends on the whole cache, then attends.
 
 **All-gather** (the paper's TSP): equal parts, each against the whole prompt's keys, once all of
 them are there. The exchange is a ring of `ranks - 1` steps, as slow as its slowest link.
+
+What launches cost is `Overheads`: those of a layer, of each part that comes, and of an all-gather.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.span import Floats, Int64s
+from distca.simulate.serving.overheads import NO_OVERHEADS, Overheads
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class ChainCosts:
         latency: seconds until a message begins to arrive.
         causal: whether products of queries with later keys are left out. The paper's kernels
             compute them: a part's own square, and with an all-gather the whole rectangle.
+        whole_caches: whether a rank waits for the rows of all earlier parts at once.
+        overheads: what layers and exchanges cost beside their work.
 
     Raises:
         ValueError: a value is out of range.
@@ -51,6 +59,8 @@ class ChainCosts:
     before_attention: float = 0.25
     latency: float = 0.0
     causal: bool = False
+    whole_caches: bool = False
+    overheads: Overheads = NO_OVERHEADS
 
     def __post_init__(self) -> None:
         if self.layers < 1 or not 0 <= self.before_attention <= 1:
@@ -65,8 +75,24 @@ class ChainCosts:
 
     def alone(self, tokens: int) -> float:
         """Returns the seconds of a whole prompt on one rank."""
+        return self._layers_seconds(self._work(tokens))
+
+    def _work(self, tokens: int) -> float:
+        """Returns the seconds of a whole prompt's linear layers and products on one rank."""
         products = _own_products(np.array(float(tokens)), self.causal)
         return float(self.token_seconds * tokens + self.product_seconds * products)
+
+    def _layers_seconds(self, work: float, exchange: float = 0.0, calls: int = 0) -> float:
+        """Returns the seconds of all layers, where all ranks have the same work.
+
+        Args:
+            work: seconds of linear layers and products, all layers together.
+            exchange: seconds of a layer's exchange.
+            calls: collectives of a layer.
+        """
+        of = self.overheads
+        a_layer = max(work / self.layers + of.layer_seconds + exchange, of.host_layer_seconds)
+        return of.iteration_seconds + self.layers * (a_layer + calls * of.collective_seconds)
 
     def chain_seconds(self, parts: Int64s) -> Floats:
         """Returns the seconds to the first token of partitions.
@@ -77,32 +103,64 @@ class ChainCosts:
         Returns:
             When the last rank with tokens ends its last layer, float64 `[partitions]`.
         """
-        ranks = parts.shape[1]
+        ranks, of = parts.shape[1], self.overheads
         assert ranks == self.ranks, "a link leads from each rank to the next"
         part = parts.T.astype(np.float64)
         before = self.before_attention * self.token_seconds / self.layers * part
         after = (1 - self.before_attention) * self.token_seconds / self.layers * part
-        product = self.product_seconds / self.layers
-        ready = np.zeros_like(part)
+        after = after + of.layer_seconds
+        ready = np.zeros_like(part) + of.iteration_seconds
         port = np.zeros_like(part)
-        for _ in range(self.layers):
-            there: list[Floats] = []
-            for rank in range(ranks):
-                now = ready[rank] + before[rank]
-                # When the rows of each part are here, the nearest part first.
-                coming = [now]
-                now = now + product * _own_products(part[rank], self.causal)
-                for back, left in enumerate(there, start=1):
-                    earlier = rank - back
-                    seconds = part[earlier] * self.kv_bytes / (self.gb_per_s[rank - 1] * 1e9)
-                    port[rank] = np.maximum(port[rank], left) + seconds
-                    coming.append(port[rank] + self.latency)
-                    now = np.maximum(now, coming[-1]) + product * part[rank] * part[earlier]
-                ready[rank] = now + after[rank]
-                there = coming
+        for layer in range(self.layers):
+            run = self._whole_layer if self.whole_caches else self._layer
+            ready = run(part, ready + before, ready, port) + after
+            # Hosts launch ahead of the GPUs.
+            ready = np.maximum(ready, of.iteration_seconds + (layer + 1) * of.host_layer_seconds)
         # Ranks without tokens at the end are waited for by nobody.
         last: Floats = ready[np.count_nonzero(parts, axis=1) - 1, np.arange(len(parts))]
         return last
+
+    def _layer(self, part: Floats, projected: Floats, _began: Floats, port: Floats) -> Floats:
+        """Returns when each rank has attended to all parts up to its own, `[ranks, partitions]`.
+
+        Args:
+            part: tokens of the ranks, `[ranks, partitions]`.
+            projected: when each rank has its own rows.
+            _began: when each rank began the layer.
+            port: when the link to each rank is free; it is moved on.
+        """
+        product, of = self.product_seconds / self.layers, self.overheads
+        attended, there = np.empty_like(part), list[Floats]()
+        for rank in range(self.ranks):
+            # When the rows of each part are here, the nearest part first.
+            coming = [projected[rank]]
+            now = projected[rank] + product * _own_products(part[rank], self.causal)
+            for back, left in enumerate(there, start=1):
+                earlier = rank - back
+                seconds = part[earlier] * self.kv_bytes / (self.gb_per_s[rank - 1] * 1e9)
+                port[rank] = np.maximum(port[rank], left) + seconds
+                coming.append(port[rank] + self.latency + of.exchange_seconds)
+                now = np.maximum(now, coming[-1]) + product * part[rank] * part[earlier]
+                now = now + of.step_seconds
+            attended[rank] = now
+            there = coming
+        return attended
+
+    def _whole_layer(self, part: Floats, projected: Floats, began: Floats, _: Floats) -> Floats:
+        """Returns the same as `_layer`, where whole caches are handed on."""
+        product, of = self.product_seconds / self.layers, self.overheads
+        attended, there = np.empty_like(part), np.zeros_like(part[0])
+        for rank in range(self.ranks):
+            earlier = part[:rank].sum(axis=0)
+            has = projected[rank]
+            if rank:
+                seconds = earlier * self.kv_bytes / (self.gb_per_s[rank - 1] * 1e9)
+                comes = np.maximum(began[rank], there) + seconds
+                has = np.maximum(has, comes + self.latency + of.exchange_seconds) + of.step_seconds
+            products = part[rank] * earlier + _own_products(part[rank], self.causal)
+            attended[rank] = has + product * products
+            there = has
+        return attended
 
     def all_gather_seconds(self, tokens: int) -> float:
         """Returns the seconds to the first token with equal parts and an all-gather in each layer.
@@ -114,7 +172,7 @@ class ChainCosts:
         moved = tokens / ranks * self.kv_bytes
         slowest = min(self.gb_per_s, default=np.inf)
         gather = (ranks - 1) * (moved / (slowest * 1e9) + self.latency)
-        return self.alone(tokens) / ranks + self.layers * gather
+        return self._layers_seconds(self._work(tokens) / ranks, gather, int(ranks > 1))
 
     def lower_bound(self, tokens: int) -> float:
         """Returns the seconds that no chain falls below: free links, and equal times (Eqs. 1 to 3).

@@ -17,7 +17,8 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Placement, SteppedPlan
 from distca.schedule.serving import STRATEGIES, Planned, Selector, Strategy
 from distca.simulate.cluster import Cluster
-from distca.simulate.resources import Resources
+from distca.simulate.serving.overheads import NO_OVERHEADS, Overheads
+from distca.simulate.serving.spent import ServingResources
 from distca.simulate.serving.steps import SteppedCosts, attend
 
 SIMULATING_SECONDS = 1.3e-3
@@ -40,6 +41,7 @@ class SimulatedSelector:
         layers: layers that run in the time that a choice is held against.
         quick: what chooses where simulating would take longer than `SHARE` of all layers' core
             attention; None: it is always simulated.
+        overheads: what steps and exchanges cost beside their work.
     """
 
     shape: AttentionShape
@@ -48,12 +50,14 @@ class SimulatedSelector:
     cost_model: CostModel
     layers: int = 1
     quick: Selector | None = None
+    overheads: Overheads = NO_OVERHEADS
 
     def seconds(self, plan: SteppedPlan) -> float:
         """Predicts the seconds of a layer's core attention, until the last rank is done."""
         ranks = plan.plan.world_size
-        resources = Resources(ranks, self.cluster, np.ones(ranks))
-        attend(resources, SteppedCosts(plan, self.shape, self.cost_model, self.links))
+        resources = ServingResources(ranks, self.cluster, np.ones(ranks))
+        stepped_costs = SteppedCosts(plan, self.shape, self.cost_model, self.links)
+        attend(resources, stepped_costs, overheads=self.overheads)
         return float(resources.clock.max())
 
     def choose(self, held: Placement, new: Placement, planned: Planned) -> Strategy:

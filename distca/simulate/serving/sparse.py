@@ -20,8 +20,8 @@ from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.configure import Partitions
 from distca.schedule.serving.csps.pipeline import NearToFar, thinned
-from distca.simulate.resources import Resources
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.spent import ServingResources
 from distca.simulate.serving.steps import SteppedCosts, attend
 
 _STEPS = 64
@@ -72,11 +72,16 @@ class SparseLatency:
     @cached_property
     def other_seconds(self) -> float:
         """See `Latency.other_seconds`."""
+        last = self.costs.head_seconds(np.ones(1, dtype=np.int64))
+        once = self.costs.overheads.iteration_seconds + float(last[0])
+        return self.costs.model.layers * self._linear_seconds + once
+
+    @cached_property
+    def _linear_seconds(self) -> float:
+        """Seconds of a layer beside its attention."""
         own = self.levels.shard(np.array([0]), np.array([self.tokens]))
         tokens = own.tokens_per_rank()
-        linear = self.costs.pre_seconds(tokens) + self.costs.post_seconds(tokens)
-        last = self.costs.head_seconds(np.ones(1, dtype=np.int64))
-        return float(self.costs.model.layers * linear.max() + last[0])
+        return float((self.costs.pre_seconds(tokens) + self.costs.post_seconds(tokens)).max())
 
     def plan(self, partitions: Partitions) -> SteppedPlan:
         """Returns the plan of layers that drop nothing."""
@@ -89,8 +94,9 @@ class SparseLatency:
     def plan_seconds(self, plan: SteppedPlan) -> float:
         """Returns the seconds of a layer's attention by its plan."""
         ranks = plan.plan.world_size
-        resources = Resources(ranks, self.costs.cluster, np.ones(ranks))
-        attend(resources, SteppedCosts(plan, self.costs.shape, self.cost_model, self.links))
+        resources = ServingResources(ranks, self.costs.cluster, np.ones(ranks))
+        stepped_costs = SteppedCosts(plan, self.costs.shape, self.cost_model, self.links)
+        attend(resources, stepped_costs, overheads=self.costs.overheads)
         return float(resources.clock.max())
 
     def _simulated(self, kept: list[int], partitions: Partitions) -> float:
@@ -98,4 +104,5 @@ class SparseLatency:
         ratios = (1.0, *(each / _STEPS for each in kept))
         if min(ratios) < 1:
             plan = thinned(plan, self.levels, (ratios,) * heads, ((1.0,) * len(ratios),) * heads)
-        return self.plan_seconds(plan)
+        launched = self.costs.launch_seconds() - self._linear_seconds
+        return max(self.plan_seconds(plan), launched)

@@ -26,8 +26,10 @@ from distca.plan import Plan, SteppedPlan, Tasks
 from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.serving.steps import step_program
 from distca.simulate.outcome import Outcome
-from distca.simulate.resources import Resources, Transfer
+from distca.simulate.resources import Transfer
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.overheads import NO_OVERHEADS, Overheads
+from distca.simulate.serving.spent import ATTENTION, EXCHANGES, LAUNCHES, ServingResources
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,12 @@ def _joined(plan: Plan, tasks: Tasks, q: Int64s, kv: Int64s, share: float) -> _K
     )
 
 
-def attend(resources: Resources, costs: AttentionCosts, layer: int = 0) -> None:
+def attend(
+    resources: ServingResources,
+    costs: AttentionCosts,
+    layer: int = 0,
+    overheads: Overheads = NO_OVERHEADS,
+) -> None:
     """Runs the core attention of a layer."""
     launch, steps = resources.cluster.launch_seconds, costs.steps
     arrives: dict[int, Floats] = {}
@@ -213,18 +220,20 @@ def attend(resources: Resources, costs: AttentionCosts, layer: int = 0) -> None:
     for action, number in step_program(len(steps)):
         step, labels = steps[number], {"layer": layer, "step": number}
         if action == "dispatch":
-            arrives[number] = _start(resources, step.dispatch, "dispatch", labels)
+            arrives[number] = _start(resources, step.dispatch, "dispatch", labels, overheads)
         elif action == "receive":
             resources.wait(arrives.pop(number), "wait for dispatch", **labels)
-            resources.compute(resources.copy_seconds(step.queries))
+            resources.spend({EXCHANGES: resources.copy_seconds(step.queries)})
         elif action == "compute":
-            seconds = step.kernel_seconds + launch * step.kernel_calls
-            seconds = seconds + resources.traffic_seconds(step.merged)
-            resources.compute(seconds, "core attention", "kernels", **labels)
-            returns[number] = _start(resources, step.combine, "combine", labels)
+            come = np.where(step.dispatch.unpacked > 0, overheads.step_seconds, 0.0)
+            launches = launch * step.kernel_calls.astype(np.float64) + come
+            kernels = step.kernel_seconds, resources.traffic_seconds(step.merged)
+            spent = {ATTENTION: kernels[0] + kernels[1], LAUNCHES: launches}
+            resources.spend(spent, "core attention", "kernels", **labels)
+            returns[number] = _start(resources, step.combine, "combine", labels, overheads)
         else:
             resources.wait(returns.pop(number), "wait for combine", **labels)
-            resources.compute(resources.traffic_seconds(step.merged_returned))
+            resources.spend({ATTENTION: resources.traffic_seconds(step.merged_returned)})
 
 
 def costs_of(messages: Messages, links: Links) -> ExchangeCosts:
@@ -234,13 +243,21 @@ def costs_of(messages: Messages, links: Links) -> ExchangeCosts:
 
 
 def _start(
-    resources: Resources, moved: ExchangeCosts, phase: str, labels: dict[str, int]
+    resources: ServingResources,
+    moved: ExchangeCosts,
+    phase: str,
+    labels: dict[str, int],
+    overheads: Overheads,
 ) -> Floats:
     """Gathers rows and starts an exchange; returns when it is over."""
-    launch = resources.cluster.launch_seconds * ((moved.packed > 0) | (moved.unpacked > 0))
-    seconds = resources.copy_seconds(moved.packed) + launch
-    resources.compute(seconds, phase, "exchange", **labels)
-    return resources.exchange(moved.transfer, phase)
+    takes_part = (moved.packed > 0) | (moved.unpacked > 0)
+    spent = {
+        EXCHANGES: resources.copy_seconds(moved.packed),
+        LAUNCHES: np.where(takes_part, resources.cluster.launch_seconds, 0.0),
+    }
+    resources.spend(spent, phase, "exchange", **labels)
+    late = np.where(takes_part, overheads.exchange_seconds, 0.0)
+    return resources.exchange(moved.transfer, phase) + late
 
 
 BALANCING = "cache balancing"
@@ -273,12 +290,14 @@ def simulate_step(
     """
     cluster, shape, first = costs.cluster, costs.shape, plans[0].plan
     ranks = first.world_size
-    model = cost_model or cluster.inference_cost(shape)
-    of_plan = {id(plan): SteppedCosts(plan, shape, model, costs.links) for plan in plans}
-    resources = Resources(ranks, cluster, np.ones(ranks), recording)
     own = first.own_tokens_per_rank() // first.head_groups
     last = first.placement.end == first.lengths[first.placement.document]
     answered = np.bincount(first.placement.rank[last], minlength=ranks) // first.head_groups
+    if own.sum() == answered.sum():
+        costs = costs.of_decode()
+    model = cost_model or costs.attention_cost()
+    of_plan = {id(plan): SteppedCosts(plan, shape, model, costs.links) for plan in plans}
+    resources = ServingResources(ranks, cluster, np.ones(ranks), recording)
     run_layers(resources, costs, own, [[of_plan[id(plan)]] for plan in plans], answered, moves)
     return Outcome(
         seconds=float(resources.clock.max()),
@@ -291,11 +310,12 @@ def simulate_step(
         gathering=np.zeros(ranks),
         bytes_sent=resources.sent,
         spans=tuple(resources.spans),
+        spent=resources.of_last(),
     )
 
 
 def run_layers(
-    resources: Resources,
+    resources: ServingResources,
     costs: InferenceCosts,
     own: Int64s,
     layers: Sequence[Sequence[AttentionCosts]],
@@ -312,22 +332,29 @@ def run_layers(
         answered: tokens of each rank whose logits are computed, `[ranks]`.
         moves: bytes of keys and values that change their rank in each layer, or None.
     """
-    pre, post = costs.pre_seconds(own), costs.post_seconds(own)
+    pre, post, overheads = costs.pre_parts(own), costs.post_parts(own), costs.overheads
+    resources.wait_for_host(resources.clock + overheads.iteration_seconds)
+    launched = resources.clock
     moved = None if moves is None else costs_of(moves, costs.links)
-    arrives = None if moved is None else _start(resources, moved, BALANCING, {"layer": 0})
+    arrives = None
+    if moved is not None:
+        arrives = _start(resources, moved, BALANCING, {"layer": 0}, overheads)
     for layer, parts in enumerate(layers):
-        resources.compute(pre, "before core attention", "ticks", layer=layer)
+        resources.spend(pre, "before core attention", "ticks", layer=layer)
         if moved is not None and arrives is not None:
             following = None
             if layer + 1 < len(layers):
-                following = _start(resources, moved, BALANCING, {"layer": layer + 1})
+                labels = {"layer": layer + 1}
+                following = _start(resources, moved, BALANCING, labels, overheads)
             resources.wait(arrives, "wait for moved rows", layer=layer)
-            resources.compute(resources.copy_seconds(moved.unpacked))
+            resources.spend({EXCHANGES: resources.copy_seconds(moved.unpacked)})
             arrives = following
         for part in parts:
-            attend(resources, part, layer)
-        resources.compute(post, "after core attention", "ticks", layer=layer)
-    resources.compute(costs.head_seconds(answered), "output layer", "ticks")
+            attend(resources, part, layer, overheads)
+        resources.spend(post, "after core attention", "ticks", layer=layer)
+        launched = launched + costs.launch_seconds()
+        resources.wait_for_host(launched)
+    resources.spend(costs.head_parts(answered), "output layer", "ticks")
 
 
 def memory_bytes(plans: Sequence[SteppedPlan], costs: InferenceCosts) -> Floats:

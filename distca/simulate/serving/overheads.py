@@ -1,0 +1,62 @@
+"""What an iteration of inference costs beside its work: launches, latencies, and the host's time.
+
+Every term is charged for each event of its kind, whatever strategy the event is of. By default all
+terms are zero and memory reaches its speed, so that iterations cost their work alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds of events beside their work, and shares of the memory's speed. All are of one GPU.
+
+    Attributes:
+        iteration_seconds: seconds of an iteration in which the host schedules and plans, and no GPU
+            computes.
+        host_layer_seconds: seconds in which a host launches the kernels of a layer. Hosts launch
+            ahead, so GPUs wait only where their layers take less, collectives not counted: those
+            wait for the hosts of all their GPUs.
+        layer_seconds: seconds between the kernels of a layer, in which the GPU has none.
+        collective_seconds: seconds of a collective of tensor parallelism, or of an all-gather,
+            beside its bytes and the latency of the link.
+        hop_seconds: seconds that a collective takes longer for each doubling of its nodes.
+        step_seconds: seconds of each step of attention whose rows come from other ranks, such as
+            those of a ring, beside its kernels. Nothing hides them.
+        exchange_seconds: seconds from the start of an exchange until its rows are there, beside
+            their bytes and the latency of the link. Kernels hide them.
+        weight_efficiency: share of the memory's speed at which products of few rows read weights.
+        cache_efficiency: share of the memory's speed at which attention of few queries reads keys
+            and values.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    iteration_seconds: float = 0.0
+    host_layer_seconds: float = 0.0
+    layer_seconds: float = 0.0
+    collective_seconds: float = 0.0
+    hop_seconds: float = 0.0
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    weight_efficiency: float = 1.0
+    cache_efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, share = getattr(self, field.name), field.name.endswith("_efficiency")
+            if share and not 0 < value <= 1:
+                raise ValueError(f"{field.name} is {value}: give a share above 0, at most 1")
+            if not share and not 0 <= value < math.inf:
+                raise ValueError(f"{field.name} is {value}: give seconds, 0 or more")
+
+    def of_collective(self, nodes: int) -> float:
+        """Returns the seconds of a collective over that many nodes, beside bytes and latency."""
+        return self.collective_seconds + self.hop_seconds * math.ceil(math.log2(nodes))
+
+
+NO_OVERHEADS = Overheads()
