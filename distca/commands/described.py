@@ -16,6 +16,13 @@ from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.schedule.serving.balanced import NAME as TILES
 from distca.schedule.serving.partitions import Shares, check_shares, even_shares
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
+from distca.simulate.serving import (
+    DECODE_OVERHEADS,
+    NO_OVERHEADS,
+    PREFILL_OVERHEADS,
+    SHARED_DECODE_OVERHEADS,
+    Overheads,
+)
 
 RUNAHEAD = "runahead"
 """Strategy of prefills by which keys travel down a chain of ranks (KV-Runahead)."""
@@ -120,7 +127,8 @@ def add_charge_flags(parser: Parser) -> Group:
         "--baseline-ideal",
         action="store_true",
         help="Charge nothing: links and memory reach the speeds of their data sheets, "
-        "exchanges do not slow compute down, and context parallelism copies nothing. No "
+        "exchanges do not slow compute down, and context parallelism copies nothing. In "
+        "inference, launches, latencies of collectives and the host take no time, too. No "
         "baseline can be faster than this.",
     )
     for name, what in _CHARGES.items():
@@ -352,6 +360,19 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
             f"{cluster.peak_tflops:g}: give another --attention-tflops or --peak-tflops"
         )
     return cluster
+
+
+def overheads_of(args: argparse.Namespace, ranks: int) -> tuple[Overheads, Overheads]:
+    """Returns what prefills and decode steps cost beside their work; nothing where nothing is
+    charged.
+
+    Args:
+        args: flags of `add_charge_flags`.
+        ranks: ranks that share a sequence.
+    """
+    if args.baseline_ideal:
+        return NO_OVERHEADS, NO_OVERHEADS
+    return PREFILL_OVERHEADS, DECODE_OVERHEADS if ranks == 1 else SHARED_DECODE_OVERHEADS
 
 
 def check_gpus(gpus: int, cluster: Cluster) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distca.commands.command_line import make_figure
+from distca.commands.serving_report import overhead_lines, spent_lines
 from distca.commands.simulate_report import charged_line
 from distca.cost.link import Links
 from distca.cost.volume import PlanBytes
@@ -81,7 +82,9 @@ def format_simulated_layouts(
         fits = "" if outcome.fits else "  out of memory"
         lines.append(f"{name:10}" + "".join(f"{cell:>12,.2f}" for cell in cells) + fits)
     lines.append("(of the GPU with most; computes: with linear layers and copies)")
-    return "\n".join([*lines, charged_line(costs.cluster.charges)])
+    lines += spent_lines(found, "GPU")
+    charged = charged_line(costs.cluster.charges), *overhead_lines(costs.overheads)
+    return "\n".join([*lines, *charged])
 
 
 def plot_layouts(split: SplitModel, tokens: int, title: str, path: Path) -> None:

@@ -10,7 +10,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from distca.commands.chosen_sparsity import described_sparsity
-from distca.commands.described import RUNAHEAD, cluster_of, given_shares, model_of
+from distca.commands.described import (
+    RUNAHEAD,
+    cluster_of,
+    given_shares,
+    model_of,
+    overheads_of,
+)
 from distca.commands.fewest_ranks import AUTO
 from distca.commands.served_chain import SEARCHED
 from distca.commands.served_layouts import SP_TP
@@ -108,7 +114,8 @@ class StepCase:
             if isinstance(self.cost_model, Profile):
                 rate = self.cost_model.flops_per_second
             return PaperRule(costs.shape, ranks, rate, costs.bytes_per_second(ranks))
-        return SimulatedSelector(costs.shape, costs.cluster, costs.links, self.cost_model)
+        rates = costs.shape, costs.cluster, costs.links, self.cost_model
+        return SimulatedSelector(*rates, overheads=costs.overheads)
 
 
 def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
@@ -145,11 +152,12 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         args.tensor_parallel_size,
         args.dtype_bytes,
         args.mlp_dtype_bytes,
+        *overheads_of(args, ranks),
     )
     if ranks == AUTO:
         return _on_fewest_ranks(args, kind, costs, int((starts + new).sum()))
     numbers = np.arange(len(new), dtype=np.int64)
-    cost_model = _cost_model(args, costs)
+    cost_model = _cost_model(args, kind, costs)
     near = _near_to_far(args, costs, cost_model, ranks) if kind == "prefill" else None
     if kind == "decode":
         owners = shard_in_stripes(starts, starts + new, numbers, stripe, ranks)
@@ -245,9 +253,9 @@ def _held(starts: Int64s, how: str, stripe: int, ranks: int) -> Placement:
     return Placement(numbers[having], first, starts[having], first, ranks)
 
 
-def _cost_model(args: argparse.Namespace, costs: InferenceCosts) -> CostModel:
+def _cost_model(args: argparse.Namespace, kind: Kind, costs: InferenceCosts) -> CostModel:
     if args.profile is None:
-        return costs.cluster.inference_cost(costs.shape)
+        return (costs if kind == "prefill" else costs.of_decode()).attention_cost()
     profile = Profile.load(args.profile)
     if profile.shape != costs.shape:
         raise ValueError(

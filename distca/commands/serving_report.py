@@ -22,7 +22,7 @@ from distca.palette import BLUE, ORANGE
 from distca.plan import Plan, SteppedPlan
 from distca.schedule.serving.report import StepSummary
 from distca.simulate import Outcome
-from distca.simulate.serving import InferenceCosts, SteppedCosts
+from distca.simulate.serving import PARTS, InferenceCosts, Overheads, SteppedCosts
 from distca.whole_file import writing
 
 _MOST_DRAWN = 8
@@ -94,6 +94,7 @@ def as_json(
                 "seconds": outcome.seconds,
                 "computed_seconds": outcome.computed.tolist(),
                 "exposed_seconds": outcome.exposed.tolist(),
+                "spent_seconds": dict(outcome.spent),
                 "bytes_sent": {phase: n.tolist() for phase, n in outcome.bytes_sent.items()},
                 "memory_bytes": outcome.memory_bytes.tolist(),
                 "fits": outcome.fits,
@@ -110,6 +111,7 @@ def format_simulated(
     cost_model: CostModel,
     strategy: str,
     choices: Mapping[str, str],
+    overheads: Overheads,
 ) -> str:
     """Returns the table of strategies, and that of the chosen one's steps."""
     chosen, cluster = plans[strategy], costs.cluster
@@ -128,6 +130,7 @@ def format_simulated(
         fits = "" if outcome.fits else "  out of memory"
         lines.append(f"{name:10}" + "".join(f"{cell:>12,.2f}" for cell in cells) + fits)
     lines.append("(of the rank with most; computes: with linear layers and copies)")
+    lines += spent_lines(found, "rank")
     if choices:
         lines.append("; ".join(f"--selector {who} chooses {what}" for who, what in choices.items()))
     lines += [
@@ -141,7 +144,40 @@ def format_simulated(
         there, back = (each.bytes_sent.sum() / 1e6 for each in moved)
         cells = 1e6 * float(step.kernel_seconds.max()), 1e6 * links
         lines.append(f"{number:>6}" + "".join(f"{cell:>12,.1f}" for cell in (*cells, there, back)))
-    return "\n".join([*lines, charged_line(cluster.charges)])
+    return "\n".join([*lines, charged_line(cluster.charges), *overhead_lines(overheads)])
+
+
+def spent_lines(found: Mapping[str, Outcome], who: str) -> list[str]:
+    """Returns a table of what the last rank's time is spent on, which adds up to the iteration.
+
+    Args:
+        found: simulated strategies.
+        who: what ranks are called.
+    """
+    lines = [f"ms of the {who} that ends last, by part:"]
+    lines.append(" " * 10 + "".join(f"{part:>12}" for part in PARTS))
+    for name, outcome in found.items():
+        cells = (f"{1e3 * outcome.spent[part]:>12,.2f}" for part in PARTS)
+        lines.append(f"{name:10}" + "".join(cells))
+    return lines
+
+
+_EVENTS = {
+    "iteration_seconds": "an iteration's scheduling and planning",
+    "host_layer_seconds": "a host's launches of a layer",
+    "layer_seconds": "gaps between a layer's kernels",
+    "collective_seconds": "a collective",
+    "hop_seconds": "each doubling of its nodes",
+    "step_seconds": "a step of a ring",
+    "exchange_seconds": "an exchange",
+}
+
+
+def overhead_lines(overheads: Overheads) -> list[str]:
+    """Returns what events cost beside their work; nothing where they cost nothing."""
+    found = {what: 1e3 * getattr(overheads, name) for name, what in _EVENTS.items()}
+    said = [f"{what} {ms:.3g}" for what, ms in found.items() if ms]
+    return [f"Overheads in ms: {', '.join(said)}."] if said else []
 
 
 def plot_steps(stepped: SteppedPlan, shape: AttentionShape, path: Path) -> None:

@@ -23,6 +23,7 @@ from distca.commands.described import (
     cluster_of,
     flag_of,
     model_of,
+    overheads_of,
 )
 from distca.json_files import read_text
 from distca.palette import BLACK, colour_in_turn
@@ -219,6 +220,7 @@ def _cluster(args: argparse.Namespace) -> ServingCluster:
         args.backends,
         args.block_size,
         args.max_num_batched_tokens,
+        overheads_of(args, 1)[1],
     )
     if min(times.degrees) > args.prefill_ranks:
         raise ValueError(

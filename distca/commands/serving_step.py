@@ -239,7 +239,9 @@ def simulate(argv: list[str]) -> int:
     if args.json:
         _write(json.dumps(as_json(found, name, choices), indent=1))
     else:
-        _write(format_simulated(plans, found, case.costs, case.cost_model, name, choices))
+        of_kind = case.costs if kind == "prefill" else case.costs.of_decode()
+        of = plans, found, case.costs, case.cost_model, name, choices, of_kind.overheads
+        _write(format_simulated(*of))
     if args.trace is not None:
         save_trace(args.trace, found[name])
     return 0

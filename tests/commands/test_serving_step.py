@@ -10,6 +10,7 @@ import pytest
 
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
+from distca.simulate.serving import PARTS
 from support.commands import Command
 
 MODEL = "--layers 3 --hidden-size 512 --heads 8 --kv-heads 2 --head-dim 64 --ffn-hidden-size 1024"
@@ -159,3 +160,37 @@ def test_the_papers_rule_goes_by_the_measured_rate(simulate: Command, tmp_path: 
         for more in ((), ("--profile", str(profile)))
     )
     assert (by_data_sheet, measured) == ("pass-kv", "pass-q")
+
+
+def test_time_is_broken_down_and_overheads_are_charged_unless_ideal(simulate: Command) -> None:
+    """Of a prefill, a decode step, and split weights: parts add up, and the table has them."""
+    decode = ["decode", "--sequences", "8", "--cached-tokens", "4096", *MODEL.split()]
+    split = ["prefill", "--new-tokens", "4096", *MODEL.split(), "--tensor-parallel-size", "2"]
+    for flags in (
+        TURN,
+        [*decode, "--context-parallel-size", "1"],
+        [*decode, "--context-parallel-size", "4"],
+        [*split, "--context-parallel-size", "1", "--prefill-strategy", "sp-ntp"],
+    ):
+        text = simulate.run(*flags)
+        assert "Overheads in ms: an iteration's scheduling and planning 1.5" in text
+        rows = text.splitlines()
+        first = next(n for n, row in enumerate(rows) if "that ends last, by part" in row)
+        assert rows[first + 1].split() == [*PARTS]
+        found = json.loads(simulate.run(*flags, "--json"))["simulated"]
+        ideal = json.loads(simulate.run(*flags, "--json", "--baseline-ideal"))["simulated"]
+        assert "Overheads" not in simulate.run(*flags, "--baseline-ideal")
+        for row, name in zip(rows[first + 2 :], found, strict=False):
+            spent = found[name]["spent_seconds"]
+            assert sum(spent.values()) == pytest.approx(found[name]["seconds"])
+            assert row.split() == [name, *(f"{1e3 * each:,.2f}" for each in spent.values())]
+            assert ideal[name]["spent_seconds"]["host"] == 0
+            assert found[name]["seconds"] > ideal[name]["seconds"] + 1.5e-3
+    # Ranks that share keys launch attention between the graphs of a decode step.
+    alone, shared = (
+        json.loads(simulate.run(*decode, "--context-parallel-size", ranks, "--json"))["simulated"]
+        for ranks in ("1", "4")
+    )
+    hosts = [each["pass-q"]["spent_seconds"]["host"] for each in (alone, shared)]
+    assert hosts[0] == pytest.approx(1.5e-3)
+    assert hosts[1] > 2e-3

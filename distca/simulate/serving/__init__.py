@@ -11,7 +11,10 @@ from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.growth import Growth, simulate_growth
 from distca.simulate.serving.layouts import described_split, gpu_links, simulate_shared
 from distca.simulate.serving.overheads import (
+    DECODE_OVERHEADS,
     NO_OVERHEADS,
+    PREFILL_OVERHEADS,
+    SHARED_DECODE_OVERHEADS,
     Overheads,
 )
 from distca.simulate.serving.selector import SimulatedSelector
@@ -25,8 +28,11 @@ from distca.simulate.serving.steps import (
 )
 
 __all__ = [
+    "DECODE_OVERHEADS",
     "NO_OVERHEADS",
     "PARTS",
+    "PREFILL_OVERHEADS",
+    "SHARED_DECODE_OVERHEADS",
     "Growth",
     "InferenceCosts",
     "Overheads",

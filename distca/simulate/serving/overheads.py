@@ -7,7 +7,7 @@ terms are zero and memory reaches its speed, so that iterations cost their work 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,27 @@ class Overheads:
 
 
 NO_OVERHEADS = Overheads()
+# GPU terms are fitted to published times of three systems, and judged on numbers that the fit did
+# not see (benchmarks/results/serving/published.md). Host terms are CPU times of our engine on an
+# AMD EPYC (benchmarks/serving/decode_step.py, two layers, 4,000 cached tokens): 1.2 ms to schedule
+# and plan a step of one sequence on 4 ranks, 1.7 ms of 64; 0.65 ms to launch a layer's attention on
+# 4 ranks, beside which the other kernels of a prefill's layer take 17 launches of about 10 us.
+PREFILL_OVERHEADS = Overheads(
+    iteration_seconds=1.5e-3,
+    host_layer_seconds=8e-4,
+    collective_seconds=7e-4,
+    hop_seconds=1.7e-5,
+    step_seconds=7e-4,
+    weight_efficiency=0.79,
+)
+"""Overheads of iterations with chunks of prompts, whose kernels are launched one by one."""
+DECODE_OVERHEADS = Overheads(
+    iteration_seconds=1.5e-3,
+    collective_seconds=3e-5,
+    hop_seconds=1.7e-5,
+    exchange_seconds=3e-5,
+    weight_efficiency=0.79,
+)
+"""Overheads of decode steps on ranks that have all keys, which CUDA graphs launch."""
+SHARED_DECODE_OVERHEADS = replace(DECODE_OVERHEADS, host_layer_seconds=6.5e-4)
+"""Overheads of decode steps on ranks that share keys: attention is launched between the graphs."""
