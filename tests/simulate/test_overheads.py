@@ -288,3 +288,8 @@ def test_collectives_wait_for_the_hosts_of_all_their_gpus() -> None:
         seconds = LAYERS * (1.0 + 4 * 0.5) + 0.5 * (name != "searched chain")
         found = RUNS[name](replace(COSTS, overheads=Overheads(**both)))
         assert found == pytest.approx(seconds, rel=2e-3), name
+    # Those that split the rows of one rank have more.
+    collectives = longer(RUNS["sp-ntp"], collective_seconds=0.5)
+    assert collectives > 4 * LAYERS * 0.5
+    found = RUNS["sp-ntp"](replace(COSTS, overheads=Overheads(**both)))
+    assert found == pytest.approx(LAYERS * 1.0 + collectives, rel=2e-3)
