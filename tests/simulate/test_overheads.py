@@ -189,6 +189,10 @@ def test_chains_are_charged_for_what_comes_and_all_gathers_for_each_layer() -> N
     assert first == pytest.approx((LAYERS + 1) * one, rel=0.02)
     # A rank with a whole cache waits for it before any product.
     assert whole(COSTS) > chain(COSTS)
+    # The last rank joins and stacks all 1,200 rows in each layer, in the first after the others.
+    copied = replace(CHAIN, whole_caches=True, copy_seconds=1.0).chain_seconds(PARTS_OF_CHAIN)[0]
+    firsts = 500 + 2 * 900
+    assert copied == pytest.approx(firsts + LAYERS * 2 * 1200, rel=1e-3)
     alone = replace(CHAIN, gb_per_s=(), overheads=Overheads(step_seconds=one, layer_seconds=one))
     assert alone.alone(100) == pytest.approx(CHAIN.alone(100) + LAYERS * one)
 

@@ -11,7 +11,8 @@ to its next layer by itself: there is no barrier.
 
 **Chain that hands on whole caches** (`whole_caches`, the paper's code). A rank asks for the rows of
 all earlier parts when it begins a layer, and receives them from the rank before once that rank has
-them all. It sends on the whole cache, then attends.
+them all. It joins them with its own rows, stacks keys and values, sends on the whole cache, and
+attends.
 
 **All-gather** (the paper's TSP): equal parts, each against the whole prompt's keys, once all of
 them are there. The exchange is a ring of `ranks - 1` steps, as slow as its slowest link.
@@ -45,6 +46,8 @@ class ChainCosts:
         causal: whether products of queries with later keys are left out. The paper's kernels
             compute them: a part's own square, and with an all-gather the whole rectangle.
         whole_caches: whether a rank waits for the rows of all earlier parts at once.
+        copy_seconds: with whole caches, seconds to copy a token's keys and values once in a layer:
+            caches are copied when they are joined, and when they are stacked.
         overheads: what layers and exchanges cost beside their work.
 
     Raises:
@@ -60,12 +63,14 @@ class ChainCosts:
     latency: float = 0.0
     causal: bool = False
     whole_caches: bool = False
+    copy_seconds: float = 0.0
     overheads: Overheads = NO_OVERHEADS
 
     def __post_init__(self) -> None:
         if self.layers < 1 or not 0 <= self.before_attention <= 1:
             raise ValueError("a model has a layer or more, and its parts' times add up")
-        rates = (self.token_seconds, self.product_seconds, self.kv_bytes, self.latency)
+        rates = (self.token_seconds, self.product_seconds, self.copy_seconds)
+        rates = (*rates, self.kv_bytes, self.latency)
         if not all(rate >= 0 for rate in rates) or not all(each > 0 for each in self.gb_per_s):
             raise ValueError("times and bytes must not be negative, and links have a speed above 0")
 
@@ -157,6 +162,7 @@ class ChainCosts:
                 seconds = earlier * self.kv_bytes / (self.gb_per_s[rank - 1] * 1e9)
                 comes = np.maximum(began[rank], there) + seconds
                 has = np.maximum(has, comes + self.latency + of.exchange_seconds) + of.step_seconds
+            has = has + (1 + (rank > 0)) * self.copy_seconds * (earlier + part[rank])
             products = part[rank] * earlier + _own_products(part[rank], self.causal)
             attended[rank] = has + product * products
             there = has
