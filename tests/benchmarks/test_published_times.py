@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -93,7 +93,7 @@ def test_a_known_truth_is_recovered_and_held_out_errors_are_those_of_the_numbers
     exact = Lines(np.ones(40))
     split = halves([""] * 40, 0)
 
-    def fitted(problem: Lines):
+    def fitted(problem: Lines) -> Callable[[Sequence[int]], dict[str, float]]:
         return lambda half: fit(problem, LINE, half, rounds=20, prior=1e-6)
 
     found = judge(exact, split, fitted(exact))

@@ -69,8 +69,8 @@ class ChainCosts:
     def __post_init__(self) -> None:
         if self.layers < 1 or not 0 <= self.before_attention <= 1:
             raise ValueError("a model has a layer or more, and its parts' times add up")
-        rates = (self.token_seconds, self.product_seconds, self.copy_seconds)
-        rates = (*rates, self.kv_bytes, self.latency)
+        seconds = self.token_seconds, self.product_seconds, self.copy_seconds
+        rates = (*seconds, self.kv_bytes, self.latency)
         if not all(rate >= 0 for rate in rates) or not all(each > 0 for each in self.gb_per_s):
             raise ValueError("times and bytes must not be negative, and links have a speed above 0")
 
