@@ -218,7 +218,8 @@ class Stacks:
         return [*numbers, *(["order"] * len(self.orders))]
 
     def partition(self, values: Values, finest: int = 256) -> None:
-        """Searches the chains' partitions anew."""
+        """Searches the chains' partitions anew; of other chains they are searched when needed."""
+        self._partitions = {}
         for run in {each.run for each in self.numbers}:
             if run.kind == "chain" and run.ranks > 1:
                 costs = chain_costs(run, values)

@@ -108,7 +108,7 @@ NOT_RUN = {
     r"python benchmarks/remake\.py.*": "tests/benchmarks runs what it does",
     r"python benchmarks/cluster/paper\.py (all|beyond|chains|fig12|table.*|today.*) .*": "hours",
     r"(sudo )?python benchmarks/serving/sparse_prefill\.py .*": "needs root",
-    r"python benchmarks/serving/(chain_prefill|layouts)\.py .*": "takes minutes",
+    r"python benchmarks/serving/(chain_prefill|layouts|published)\.py .*": "takes minutes",
     r"python benchmarks/serving/(cdsp_(capacity|ablations)|decode_step)\.py .*": "takes minutes",
     r"python benchmarks/serving/(rank_groups|balanced_prompts)\.py .*": "takes minutes",
     r"python benchmarks/serving/ring_prefill\.py .*": "takes minutes",

@@ -6,6 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from distca.simulate.serving import (
+    DECODE_OVERHEADS,
+    PREFILL_OVERHEADS,
+    SHARED_DECODE_OVERHEADS,
+)
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "serving"
 INDEX = (ROOT / "benchmarks" / "README.md").read_text()
@@ -69,3 +77,25 @@ def test_cpu_seconds_of_prefill_ranks() -> None:
     said = f"CPU seconds of the busiest rank, relative to one rank's: {each}, tiles"
     assert f"{said} {over['tiles']:.2f} (a prompt's layers stay on one rank): [pre" in INDEX
     assert max(over[strategy] for strategy in names) <= 0.55
+
+
+def test_errors_of_published_times_and_the_defaults_that_come_of_them() -> None:
+    page = (RESULTS / "published.md").read_text()
+    held_out = {row[0]: row for row in rows_of("published.md", "fit") if row[1] == "held out"}
+    with_overheads, without = held_out["with overheads"], held_out["without"]
+    right, of = re.findall(r"(\d+) of (\d+) are right in the fits", page)[0]
+    assert (
+        f"The median error is {with_overheads[2]}, and {without[2]} without overheads. "
+        f"{with_overheads[-1]} of the pairs of configurations that differ by more than 5% are in "
+        f"the published order, and {right} of {of} comparisons have the right sign: [published.md]"
+    ) in INDEX
+    # The commands charge what was fitted to all numbers, since held-out errors are smaller so.
+    assert float(with_overheads[2].rstrip("%")) < float(without[2].rstrip("%"))
+    rows = rows_of("published.md", "parameter")
+    call, decode_call, hop, weights = (float(row[-1]) for row in rows if row[0].startswith("all:"))
+    for overheads, each in ((PREFILL_OVERHEADS, call), (SHARED_DECODE_OVERHEADS, decode_call)):
+        assert overheads.collective_seconds == pytest.approx(each, rel=0.04)
+        assert overheads.hop_seconds == pytest.approx(hop, rel=0.04)
+        assert overheads.weight_efficiency == pytest.approx(weights, rel=0.04)
+    assert PREFILL_OVERHEADS.step_seconds == PREFILL_OVERHEADS.collective_seconds
+    assert DECODE_OVERHEADS.exchange_seconds == DECODE_OVERHEADS.collective_seconds
