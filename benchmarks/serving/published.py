@@ -109,11 +109,11 @@ def summary_section(fits: dict[str, Fitted]) -> Iterator[str]:
     counts = ", ".join(
         f"{int(of.sum())} of {paper}" for paper, of in zip(PAPERS, papers, strict=True)
     )
+    orders = sum(with_overheads.sizes) - len(NUMBERS)
     better = "smaller" if with_overheads.judged.median < without.judged.median else "not smaller"
     yield from (
         f"{len(NUMBERS)} numbers: {counts}. Half of the numbers of each paper and kind of run, "
-        f"drawn with seed {SEED}, and half of the {sum(with_overheads.sizes) - len(NUMBERS)} orders "
-        "without times are fitted by "
+        f"drawn with seed {SEED}, and half of the {orders} orders without times are fitted by "
         f"{len(PARAMETERS)} parameters ({len(rates_alone())} without overheads), "
         f"{with_overheads.sizes[0]} and {with_overheads.sizes[1]} at a time. *Held out*: each "
         "number as predicted by the fit that did not see it. *In order*: share of the "
