@@ -439,7 +439,8 @@ def main() -> None:
         "# Context-parallel prefills, simulated beside the paper's times",
         "",
         "By `python benchmarks/serving/context_parallel.py --output DIR`; nothing here was "
-        "measured by us. Llama 405B on nodes of 8 H100s, the MLP in 8 bits.",
+        "measured by us. Llama 405B on nodes of 8 H100s, the MLP in 8 bits. Iterations cost their "
+        "work alone here; [published.md](published.md) charges what they cost beside it.",
         "",
         *thresholds_text(),
         *turns_text(),

@@ -406,7 +406,9 @@ def main() -> None:
     lines = [
         "# KV-Runahead's chains, simulated beside the paper's times",
         "",
-        "By `python benchmarks/serving/runahead.py --output DIR`; nothing here was measured by us.",
+        "By `python benchmarks/serving/runahead.py --output DIR`; nothing here was measured by us. "
+        "Prefills cost their work alone here; [published.md](published.md) charges what they cost "
+        "beside it.",
         "",
         *alone_text(),
         *speed_ups_text(),
