@@ -27,6 +27,8 @@ class DistcaTrainer(Seq2SeqTrainer):
         super().__init__(*args, **more)
         if not self.args.average_tokens_across_devices:
             raise ValueError("ranks share tokens: set --average_tokens_across_devices true")
+        if self.args.label_smoothing_factor:
+            raise ValueError("placed labels cannot be smoothed: set --label_smoothing_factor 0")
         if self.template.sequence_parallel_size > 1:
             raise ValueError("DistCA shares sequences itself: set --sequence_parallel_size 1")
         if self.model.model_meta.is_multimodal:

@@ -51,6 +51,31 @@ def test_torchtitan_s_windows() -> None:
         layer(*[torch.zeros(1, 2, 4, 16)] * 3, attention_masks=None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("average_tokens_across_devices", False, "set --average_tokens_across_devices true"),
+        ("label_smoothing_factor", 0.1, "set --label_smoothing_factor 0"),
+        ("eval_strategy", "steps", "set --eval_strategy no"),
+    ],
+)
+def test_ms_swift(name: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swift", reason="ms-swift is not installed")
+    import ms_swift_adapter as adapter
+
+    given = {"average_tokens_across_devices": True, "label_smoothing_factor": 0.0}
+    given |= {"eval_strategy": "no"} | {name: value}
+
+    def made(self: Any) -> None:
+        self.args = SimpleNamespace(**given)
+        self.template = SimpleNamespace(sequence_parallel_size=1)
+        self.model = SimpleNamespace(model_meta=SimpleNamespace(is_multimodal=False))
+
+    monkeypatch.setattr(adapter.Seq2SeqTrainer, "__init__", made)
+    with pytest.raises(ValueError, match=why):
+        adapter.DistcaTrainer()
+
+
 @pytest.mark.parametrize("name", ["tp_size", "pp_size", "cp_size", "ulysses_size", "channel"])
 def test_veomni(name: str) -> None:
     pytest.importorskip("veomni", reason="VeOmni is not installed")
