@@ -38,7 +38,7 @@ RANGES = (
     "DistCA over it: DistCA's speed divided by this system's, in these batches. In brackets: the "
     "95%\nconfidence interval of its mean over many batches. An interval that includes 1 means no "
     "clear difference.\nThe interval does not include the simulator's own error. That error was "
-    "{error:.1%} in the median\nfor steps on CPUs, and predicted ratios favoured DistCA."
+    "{error:.1%} in the median\nfor steps on CPUs, and most predicted ratios favoured DistCA."
 )
 FROM_PARTS = (
     "Planning takes long in this job. So a part stands for DistCA's whole iteration in {parts} of "
