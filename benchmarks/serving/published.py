@@ -124,9 +124,9 @@ def summary_section(fits: dict[str, Fitted]) -> Iterator[str]:
             ["fit", "numbers", "median error", *PAPERS, "within 10%", "largest", "in order"], rows
         ),
         "",
-        f"The held-out error with overheads is {better}, so `distca simulate prefill`, `decode` "
-        "and `--serving` charge them. With `--baseline-ideal` they charge nothing. Which terms "
-        "there are, and where their values start, was decided with all numbers in view, so a "
+        f"The held-out error with overheads is {better}, so `distca simulate` charges them for "
+        "prefills, decode steps and requests. With `--baseline-ideal` it charges nothing. Which "
+        "terms there are, and where their values start, was decided with all numbers in view, so a "
         "fourth system may have larger errors.",
         "",
     )
