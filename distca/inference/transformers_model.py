@@ -13,8 +13,8 @@ from distca.inference.runnable import LayerAttention
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IMPLEMENTATION = "distca"
-"""Name under which transformers knows our attention."""
+IMPLEMENTATION = "distca_engine"
+"""Name under which transformers knows the engine's attention; "distca" is the library's."""
 
 
 def register(transformers: ModuleType) -> None:
