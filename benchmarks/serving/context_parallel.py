@@ -438,9 +438,9 @@ def main() -> None:
     lines = [
         "# Context-parallel prefills, simulated beside the paper's times",
         "",
-        "By `python benchmarks/serving/context_parallel.py --output DIR`; nothing here was "
-        "measured by us. Llama 405B on nodes of 8 H100s, the MLP in 8 bits. Iterations cost their "
-        "work alone here; [published.md](published.md) charges what they cost beside it.",
+        "By `python benchmarks/serving/context_parallel.py --output DIR`. We measured "
+        "nothing here. Llama 405B on nodes of 8 H100s, the MLP in 8 bits. Iterations are charged "
+        "for their work alone. [published.md](published.md) also charges overheads.",
         "",
         *thresholds_text(),
         *turns_text(),

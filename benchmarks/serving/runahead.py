@@ -406,9 +406,9 @@ def main() -> None:
     lines = [
         "# KV-Runahead's chains, simulated beside the paper's times",
         "",
-        "By `python benchmarks/serving/runahead.py --output DIR`; nothing here was measured by us. "
-        "Prefills cost their work alone here; [published.md](published.md) charges what they cost "
-        "beside it.",
+        "By `python benchmarks/serving/runahead.py --output DIR`. We measured nothing here. "
+        "Prefills are charged for their work alone. [published.md](published.md) also charges "
+        "overheads.",
         "",
         *alone_text(),
         *speed_ups_text(),

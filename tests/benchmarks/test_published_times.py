@@ -74,7 +74,7 @@ def test_halves_are_seeded_and_have_half_of_each_group() -> None:
 
 
 class Lines:
-    """Numbers `a + b x`, of which some are wrong by a factor."""
+    """Numbers `a + b x`. Some are wrong by a factor."""
 
     def __init__(self, factors: Floats) -> None:
         self.x = np.arange(1.0, 41.0)
