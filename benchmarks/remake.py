@@ -40,6 +40,7 @@ NEEDS = {
 lengths, two cores that nothing else uses, and the repository's history."""
 BY_HAND = {
     "serving/chain_prefill": "two commands make it",
+    "shared_prompts": "two commands make it",
     "simulator": "three commands make it",
     "slow_link": "two commands make it",
     "tolerance": "its text is written by hand",
