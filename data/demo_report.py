@@ -87,17 +87,17 @@ class Comparison:
                 self.distca[0] / self.distca[1],
             ),
             ("busiest over mean, core attention", self.before, self.after),
-            ("million pairs, mean rank and layer", *self.pairs),
+            ("million query-key pairs per rank, layer", *self.pairs),
         ]
         title = f"steps {self.first} to {self.last}, per step"
         return "\n".join(
             [
-                f"{title:36}{'plain Megatron':>16}{'DistCA':>10}",
-                *(f"{name:36}{plain:16.2f}{distca:10.2f}" for name, plain, distca in rows),
+                f"{title:40}{'plain Megatron':>16}{'DistCA':>10}",
+                *(f"{name:40}{plain:16.2f}{distca:10.2f}" for name, plain, distca in rows),
                 f"Plain Megatron's busiest rank takes {self.ratio:.2f} times as long as DistCA's. "
                 "All other ranks wait for it.",
-                f"It could take at most {self.before:.2f} times as long, if steps were only "
-                "core attention and DistCA balanced it perfectly.",
+                f"If steps were only core attention, and DistCA balanced it perfectly, this "
+                f"would be {self.before:.2f} times.",
                 *self._of_the_pairs(),
                 *self._of_the_mean_rank(),
             ]
@@ -117,8 +117,8 @@ class Comparison:
         """Says how the mean ranks' CPU seconds differ, if by more than noise."""
         ratio = self.distca[1] / self.plain[1]
         if abs(ratio - 1) <= _NOISE:
-            return ["The mean rank computes about as much with DistCA as in plain Megatron."]
-        return [f"The mean rank computes {ratio:.2f} times as much with DistCA."]
+            return ["The mean rank's CPU seconds are about the same in both."]
+        return [f"The mean rank's CPU seconds are {ratio:.2f} times as many with DistCA."]
 
 
 def read_scalars(folder: Path) -> Scalars:

@@ -43,9 +43,9 @@ def test_steps_of_both_runs_are_compared_after_they_warmed_up() -> None:
 @pytest.mark.parametrize(
     ("mean", "said"),
     [
-        (1.2, "computes 1.20 times as much with DistCA."),
-        (1.02, "computes about as much with DistCA as in plain Megatron."),
-        (0.8, "computes 0.80 times as much with DistCA."),
+        (1.2, "CPU seconds are 1.20 times as many with DistCA."),
+        (1.02, "CPU seconds are about the same in both."),
+        (0.8, "CPU seconds are 0.80 times as many with DistCA."),
     ],
 )
 def test_sentences_follow_the_figures(mean: float, said: str) -> None:
@@ -53,7 +53,7 @@ def test_sentences_follow_the_figures(mean: float, said: str) -> None:
     table = found.table()
     assert said in table
     # Equal pairs are not worth a sentence.
-    assert "query-key pairs" not in table
+    assert "times the query-key pairs" not in table
     assert "busiest rank takes 0.80 times as long" in table
 
 
