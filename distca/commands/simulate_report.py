@@ -60,8 +60,8 @@ UNCHARGED = (
 
 
 PARTS = {
-    "linear": "linear layers, shared out evenly",
-    "attention": "core attention, shared out evenly",
+    "linear": "linear layers, if shared evenly",
+    "attention": "core attention, if shared evenly",
     "collectives": "collectives of tensor and expert parallelism",
     "launches": "launches, half-filled waves",
     "copies": "copies around exchanges",

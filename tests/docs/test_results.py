@@ -411,8 +411,8 @@ def test_figures_in_sentences() -> None:
     seconds = [float(row[column]) for row in moderate for column in (1, 3)]
     tiles = [float(row[4]) for row in moderate]
     assert (
-        "From 0.05 to 0.4, two steps of `tiles` on two CPU processes together moved "
-        f"{max(tiles):.0f} down to {min(tiles):.0f} MB, and took {min(seconds):.1f} to "
+        "From 0.05 to 0.4, two `tiles` steps on two CPU processes moved "
+        f"{max(tiles):.0f} down to {min(tiles):.0f} MB in total, and took {min(seconds):.1f} to "
         f"{max(seconds):.1f} s (plain Megatron 5.0 s;"
     ) in performance
 
@@ -485,7 +485,7 @@ def test_pools_on_real_processes() -> None:
     assert "four processes, some with [server pools]" in words_of(HELPS)
     assert f": {error:.1%} and {max(errors):.1%} ([pools]" in words_of(HELPS)
     assert (
-        "With four processes, some with server pools or shared heads, it is "
+        "With four processes, in some runs with server pools or split heads, it is "
         f"{error:.1%} and {max(errors):.1%} ([pools]"
     ) in words_of("README.md")
     clear = f"by more than {SIMULATORS_ERROR:.1%} ({POOLS_ERROR:.1%} if DistCA's layout has pools"
