@@ -206,7 +206,7 @@ def test_pipelines() -> None:
         apart.append(own)
         shared.append(all_of_them)
     assert (
-        "If stages computed each other's tasks, a job of two stages was {} times as fast as plain "
+        "When stages computed each other's tasks, a job of two stages was {} times as fast as plain "
         "Megatron, and one of four stages {} times. With `--no-distca-pool-stages` they were {} "
         "and {} times"
     ).format(*shared, *apart) in words_of("docs/pipelines.md")
@@ -231,8 +231,8 @@ def test_slow_links() -> None:
     assert f"steps with ping-pong were at most {100 * (moderate - 1):.0f}% longer" in said
     shares = [*busiest[0], *busiest[1]]
     assert (
-        f"With {min(shares)}% to {max(shares)}%, they were {longer[0]} with two "
-        f"documents, and {longer[1]} with one document that spans both ranks"
+        f"At {min(shares)}% to {max(shares)}%, they were {longer[0]} for batches of two "
+        f"documents, and {longer[1]} for one document across both ranks"
     ) in said
     assert f"took {min(alone):.2f} to {max(alone):.2f} times" in said
 
