@@ -206,8 +206,8 @@ def test_pipelines() -> None:
         apart.append(own)
         shared.append(all_of_them)
     assert (
-        "When stages computed each other's tasks, a job of two stages was {} times as fast as plain "
-        "Megatron, and one of four stages {} times. With `--no-distca-pool-stages` they were {} "
+        "When stages computed each other's tasks, a job of two stages was {} times as fast as "
+        "plain Megatron, and one of four stages {} times. With `--no-distca-pool-stages` they were {} "
         "and {} times"
     ).format(*shared, *apart) in words_of("docs/pipelines.md")
 
