@@ -207,8 +207,8 @@ def test_pipelines() -> None:
         shared.append(all_of_them)
     assert (
         "When stages computed each other's tasks, a job of two stages was {} times as fast as "
-        "plain Megatron, and one of four stages {} times. With `--no-distca-pool-stages` they were {} "
-        "and {} times"
+        "plain Megatron, and one of four stages {} times. With `--no-distca-pool-stages` they were "
+        "{} and {} times"
     ).format(*shared, *apart) in words_of("docs/pipelines.md")
 
 
