@@ -41,7 +41,7 @@ from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces,
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
 from distca.cost.model_sizes import MODELS
-from distca.cost.step_memory import STEP_SLOTS
+from distca.cost.steps import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
 from distca.machine import cpu_name

@@ -43,7 +43,7 @@ from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
 from distca.attention.kernel import KernelTasks, Outputs
 from distca.attention.torch_cpu import TorchCpuKernel
-from distca.cost.step_memory import STEP_SLOTS
+from distca.cost.steps import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import ServedModel, read_model
 from distca.machine import cpu_name

@@ -33,7 +33,7 @@ from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.planned_steps import PlannedSteps
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
-from distca.cost.step_memory import STEP_SLOTS
+from distca.cost.steps import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
 from distca.inference.sequence_parallel import share_rows, split_model

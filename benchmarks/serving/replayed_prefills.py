@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.virtual_ranks import CPU, core_attention_of_ranks
-from distca.cost.step_bytes import stepped_bytes
-from distca.cost.step_memory import STEP_SLOTS, step_memory
+from distca.cost.steps import STEP_SLOTS, step_memory, stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Placement, SteppedPlan
 from distca.plan.span import Floats

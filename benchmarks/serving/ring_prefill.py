@@ -40,7 +40,7 @@ from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from benchmarks.serving.planned_steps import PlannedSteps
 from distca.attention import select_kernel
-from distca.cost.step_memory import STEP_SLOTS
+from distca.cost.steps import STEP_SLOTS
 from distca.inference.model_runner import ModelRunner
 from distca.inference.models import ServedModel, read_model
 from distca.machine import cpu_name

@@ -16,7 +16,7 @@ from distca.commands.plan_plot import (
 )
 from distca.commands.simulate_report import charged_line
 from distca.cost.kernel_time import CostModel
-from distca.cost.step_bytes import step_bytes
+from distca.cost.steps import step_bytes
 from distca.cost.volume import AttentionShape
 from distca.palette import BLUE, ORANGE
 from distca.plan import Plan, SteppedPlan

@@ -12,9 +12,8 @@ import torch
 
 from distca.attention.paged import OfPool, PagedKernel
 from distca.attention.pinned import copy_to
-from distca.cost.decode_memory import decode_memory
 from distca.cost.memory import CoreAttentionMemory
-from distca.cost.step_memory import step_memory
+from distca.cost.steps import decode_memory, step_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges

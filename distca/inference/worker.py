@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import select_kernel
-from distca.cost.step_memory import STEP_SLOTS
+from distca.cost.steps import STEP_SLOTS
 from distca.inference.config import EngineConfig
 from distca.inference.cuda_graphs import capture_for
 from distca.inference.messages import AddRequest, Admitted, Iteration, ModelOutput, SampledToken

@@ -58,7 +58,7 @@ def logits_of_a_rank(
     """Logits of seven decode steps, of which the last two have fewer sequences."""
     import torch.distributed as dist
 
-    from distca.cost.step_memory import STEP_SLOTS
+    from distca.cost.steps import STEP_SLOTS
     from distca.inference.model_runner import ModelRunner
     from distca.runtime import Buffers, CoreAttention
     from distca.transport import CollectiveTransport, new_exchange_group

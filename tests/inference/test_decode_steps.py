@@ -98,7 +98,7 @@ def logits_of_a_mixed_step(model: ServedModel) -> dict[int, torch.Tensor]:
     """A prompt prefilled beside a decoded token of another sequence, in one run of the model."""
     import torch.distributed as dist
 
-    from distca.cost.step_memory import STEP_SLOTS
+    from distca.cost.steps import STEP_SLOTS
     from distca.inference.model_runner import ModelRunner
     from distca.runtime import Buffers, CoreAttention
     from distca.transport import CollectiveTransport, new_exchange_group

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.cost.step_bytes import step_bytes, stepped_bytes
+from distca.cost.steps import step_bytes, stepped_bytes
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import (
     Placement,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.model_sizes import MODELS
-from distca.cost.step_bytes import step_bytes, stepped_bytes
+from distca.cost.steps import step_bytes, stepped_bytes
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, SteppedPlan, validate_stepped_plan
 from distca.plan.span import Floats

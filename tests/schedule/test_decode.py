@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost.step_bytes import stepped_bytes
+from distca.cost.steps import stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Plan, validate_stepped_plan
 from distca.plan.span import Int64s

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.cost.step_bytes import stepped_bytes
+from distca.cost.steps import stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, load_stepped_plan, save_plan, validate_stepped_plan
 from distca.schedule.serving import nobody_holds, shard_evenly, step_plan

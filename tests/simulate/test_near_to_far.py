@@ -10,7 +10,7 @@ import pytest
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
-from distca.cost.step_bytes import stepped_bytes
+from distca.cost.steps import stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, SteppedPlan, validate_stepped_plan
 from distca.schedule.serving import nobody_holds

@@ -10,7 +10,7 @@ import pytest
 
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS, ModelSize
-from distca.cost.step_bytes import stepped_bytes
+from distca.cost.steps import stepped_bytes
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Plan, SteppedPlan, Tasks, validate_stepped_plan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distca.cost.model_sizes import MODELS
-from distca.cost.step_bytes import step_bytes
+from distca.cost.steps import step_bytes
 from distca.plan.span import Floats
 from distca.schedule.serving.csps import Levels
 from distca.schedule.serving.csps.pipeline import thinned

@@ -122,7 +122,7 @@ def _planned(settings: EngineConfig) -> Iterator[list[int]]:
     """Adds up the bytes of the iterations' plans in which no rank before this one has a part."""
     import torch.distributed as dist
 
-    from distca.cost.step_bytes import stepped_bytes
+    from distca.cost.steps import stepped_bytes
     from distca.inference import worker
     from distca.plan import Mask
 

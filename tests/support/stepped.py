@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from distca.attention import select_kernel
-from distca.cost.step_bytes import stepped_bytes
-from distca.cost.step_memory import STEP_SLOTS, step_memory
+from distca.cost.steps import STEP_SLOTS, step_memory, stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Plan, SteppedPlan
 from distca.plan.span import Int64s

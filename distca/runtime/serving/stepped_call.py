@@ -14,7 +14,7 @@ import torch
 from distca.attention.kernel import KernelTasks, Outputs
 from distca.attention.merge import merge_rows
 from distca.attention.sink import with_sink
-from distca.cost.step_memory import STEP_SLOTS
+from distca.cost.steps import STEP_SLOTS
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.messages import WORD, KindLayout, PackedRows, QAndKV, RowTypes
 from distca.runtime.serving.head_rows import key_rows, query_rows, token_rows
@@ -46,7 +46,7 @@ def attend_in_steps(
     """Core attention of the local queries, computed by the plan's servers. Collective.
 
     Args:
-        core: transport, kernel and buffers, in which `distca.cost.step_memory` is reserved.
+        core: transport, kernel and buffers, in which `distca.cost.steps.step_memory` is reserved.
         q_THD: local queries, `[local rows, heads, head_dim]`.
         k_THD: keys, `[rows, kv_heads, head_dim]`: the local ones at the exchange's places, which
             with head groups are those of `key_places`.

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.cost.step_bytes import stepped_bytes
+from distca.cost.steps import stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Bools, Int64s

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.cost.step_bytes import step_bytes
+from distca.cost.steps import step_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import SteppedPlan
 from distca.plan.plan import max_over_mean

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from distca.cost.link import Links
-from distca.cost.step_bytes import step_bytes, stepped_bytes
+from distca.cost.steps import step_bytes, stepped_bytes
 from distca.cost.volume import Messages, PlanBytes
 from distca.plan import Plan, SteppedPlan
 from distca.plan.span import Bools, Floats, Int64s

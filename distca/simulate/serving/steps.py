@@ -4,7 +4,7 @@ A plan's steps run in the order of `step_program`, as in the runtime: once a ste
 those of the next leave, the kernels run, and their outputs return while the next step's kernels
 run. A layer ends when the last outputs are back and merged. Results are merged into float32 sums as
 they come, those of kernels and those that return; keys are read where they arrived. All bytes are
-`distca.cost.step_bytes`.
+those of `distca.cost.steps`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import numpy as np
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
-from distca.cost.step_bytes import step_bytes
-from distca.cost.step_memory import STEP_SLOTS, step_memory
+from distca.cost.steps import STEP_SLOTS, step_bytes, step_memory
 from distca.cost.volume import AttentionShape, Messages
 from distca.plan import Plan, SteppedPlan, Tasks
 from distca.plan.span import Floats, Int64s, distinct

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.kernels.host_cost import Nowhere
 from distca.attention import select_kernel
 from distca.attention.paged import OfPool
-from distca.cost.decode_memory import decode_memory
+from distca.cost.steps import decode_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s

@@ -11,8 +11,7 @@ import torch
 from distca.attention import select_kernel
 from distca.attention.reference import attend, document_visibility
 from distca.cost.link import Links
-from distca.cost.step_bytes import stepped_bytes
-from distca.cost.step_memory import STEP_SLOTS, step_memory
+from distca.cost.steps import STEP_SLOTS, step_memory, stepped_bytes
 from distca.cost.volume import AttentionShape
 from distca.plan import KeptRows, Mask, Placement, SteppedPlan, validate_stepped_plan
 from distca.runtime import Buffers, CoreAttention
