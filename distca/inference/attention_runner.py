@@ -20,13 +20,12 @@ from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, EventCursor, Exchange
 from distca.runtime.exchange import map_indices
 from distca.runtime.serving.decode_exchange import build_decode_exchange
-from distca.runtime.serving.head_rows import key_places
 from distca.runtime.serving.importance import Importance
 from distca.runtime.serving.kept_call import SparseAttention
 from distca.runtime.serving.kept_exchange import build_kept_exchange
 from distca.runtime.serving.kv_pool import BlockTables, KVCache
 from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
-from distca.runtime.serving.stepped_call import attend_in_steps
+from distca.runtime.serving.stepped_call import attend_in_steps, key_places
 from distca.schedule.program import LayerGroup, Program, tick_program
 from distca.schedule.serving.batches import Batch, DecodeBatch, PrefillBatch
 

@@ -126,7 +126,7 @@ class SteppedExchange:
         queries: query rows that it owns.
         keys: key rows that it owns.
         steps: steps of the plan, as this rank sees them.
-        head_groups: rows that each token has: see `distca.runtime.serving.head_rows`.
+        head_groups: rows that each token has: see `distca.runtime.serving.stepped_call`.
     """
 
     rank: int

@@ -2,6 +2,10 @@
 
 Kernels read keys and values in the transport's buffers, where they arrived, and those that a rank
 owns where they lie. Partial outputs merge into one sum, step by step.
+
+Where heads are scattered, a plan's documents are head groups of sequences, and a token has a row
+for each group. Queries and outputs are ordered by group, then token. Keys and values stay where
+they lie: a token's heads lie side by side, so its rows of the groups do.
 """
 
 from __future__ import annotations
@@ -9,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 
 from distca.attention.kernel import KernelTasks, Outputs
 from distca.attention.merge import merge_rows
 from distca.attention.sink import with_sink
 from distca.cost.steps import STEP_SLOTS
+from distca.plan.span import Int64s
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.messages import WORD, KindLayout, PackedRows, QAndKV, RowTypes
-from distca.runtime.serving.head_rows import key_rows, query_rows, token_rows
 from distca.runtime.serving.importance import Importance
 from distca.runtime.serving.step_exchange import (
     Index,
@@ -76,6 +81,41 @@ def attend_in_steps(
     if sink_H is not None:
         out, _ = with_sink(out, token_rows(lse.unsqueeze(-1), groups).squeeze(-1), sink_H)
     return out.to(q_THD.dtype)
+
+
+def query_rows(q_THD: torch.Tensor, groups: int) -> torch.Tensor:
+    """Puts groups of heads behind each other: `[groups * tokens, heads / groups, head_dim]`."""
+    if groups == 1:
+        return q_THD
+    tokens, heads, dim = q_THD.shape
+    return q_THD.view(tokens, groups, heads // groups, dim).transpose(0, 1).flatten(0, 1)
+
+
+def token_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """Puts groups of heads beside each other again, the inverse of `query_rows`."""
+    if groups == 1:
+        return rows
+    count, heads, dim = rows.shape
+    return rows.view(groups, count // groups, heads, dim).transpose(0, 1).flatten(1, 2)
+
+
+def key_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """Views `[places, kv_heads, head_dim]` as rows of one group's heads each."""
+    parts = min(groups, rows.shape[1])
+    return rows.view(rows.shape[0] * parts, rows.shape[1] // parts, rows.shape[2])
+
+
+def key_places(places: Int64s, groups: int, kv_heads: int) -> Int64s:
+    """Returns where rows of `key_rows` lie, group by group: groups may have the same head.
+
+    Args:
+        places: where each token's keys lie, int64 `[tokens]`.
+        groups: head groups.
+        kv_heads: heads of keys and values.
+    """
+    parts = min(groups, kv_heads)
+    part = np.arange(groups) * parts // groups
+    return (places * parts + part[:, None]).ravel()
 
 
 class SteppedCall:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.runtime.serving.head_rows import key_places, key_rows, query_rows, token_rows
+from distca.runtime.serving.stepped_call import key_places, key_rows, query_rows, token_rows
 
 TOKENS, HEADS, DIM = 5, 8, 3
 
