@@ -46,7 +46,7 @@ from distca.inference.model_runner import ModelRunner
 from distca.inference.models import read_model
 from distca.machine import cpu_name
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.serving.kv_moves import BlockMove, KvMoves
+from distca.runtime.serving.kv_moves import KvMoves
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.iteration import plan_iteration
@@ -133,8 +133,7 @@ class Rank:
                 self._model.drop(0)
                 mine = [block.number for block in given.blocks if block.rank == rank]
                 self._model.add_blocks(0, mine)
-                moves = [BlockMove(*move.source, *move.to) for move in given.moves]
-                self._moves = KvMoves(self._model.attention.pool, moving, moves)
+                self._moves = KvMoves(self._model.attention.pool, moving, given.moves)
                 self._model.run_batch(plan, {0: tokens[piece.start : piece.end]})
             dist.barrier()
             found[name] = time.perf_counter() - started

@@ -27,7 +27,7 @@ from distca.inference.step_graphs import StepGraphs, steps_are_whole
 from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
-from distca.runtime.serving.kv_moves import BlockMove, KvMoves
+from distca.runtime.serving.kv_moves import KvMoves
 from distca.schedule.serving.batches import Batch, DecodeBatch
 from distca.schedule.serving.blocks import block_bytes
 from distca.schedule.serving.csps.layouts import SplitModel
@@ -165,8 +165,7 @@ class ModelRunner:
         if not moves:
             return
         assert self._mover is not None, "blocks move, and nothing carries them"
-        blocks = [BlockMove(*each.source, *each.to) for each in moves]
-        under_way = KvMoves(self.attention.pool, self._mover, blocks)
+        under_way = KvMoves(self.attention.pool, self._mover, moves)
         for layer in range(len(self._served.windows)):
             under_way.begins(layer)
 

@@ -10,33 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from distca.runtime.serving.kv_pool import KVCache
+from distca.schedule.serving.blocks import Block
+from distca.schedule.serving.moves import BlockTransfer
 from distca.transport import Channel, ChannelBytes, MessageSizes, Pending, Transport
 
 PHASE = "cache balancing"
 _SLOTS = 2
-
-
-@dataclass(frozen=True)
-class BlockMove:
-    """A block that changes its rank.
-
-    Attributes:
-        source: rank that has it.
-        number: its number there.
-        to: rank that gets it.
-        becomes: its number there.
-    """
-
-    source: int
-    number: int
-    to: int
-    becomes: int
 
 
 class KvMoves:
@@ -48,16 +32,16 @@ class KvMoves:
         moves: moves of all ranks, at least one, in an order that all of them know.
     """
 
-    def __init__(self, pool: KVCache, transport: Transport, moves: Sequence[BlockMove]) -> None:
+    def __init__(self, pool: KVCache, transport: Transport, moves: Sequence[BlockTransfer]) -> None:
         self._pool, self._transport = pool, transport
         mine = transport.rank
-        leaving = sorted((m for m in moves if m.source == mine), key=lambda m: m.to)
-        coming = sorted((m for m in moves if m.to == mine), key=lambda m: m.source)
-        device = pool.keys.device
-        self._leaving = torch.tensor([m.number for m in leaving], dtype=torch.int64, device=device)
-        self._coming = torch.tensor([m.becomes for m in coming], dtype=torch.int64, device=device)
+        leaving = sorted((m for m in moves if m.source.rank == mine), key=lambda m: m.to.rank)
+        coming = sorted((m for m in moves if m.to.rank == mine), key=lambda m: m.source.rank)
+        self._leaving = self._blocks([m.source for m in leaving])
+        self._coming = self._blocks([m.to for m in coming])
         block = 2 * pool.keys[0, :1].nbytes
-        to, source = Counter(m.to for m in leaving), Counter(m.source for m in coming)
+        to = Counter(m.to.rank for m in leaving)
+        source = Counter(m.source.rank for m in coming)
         ranks = range(transport.world_size)
         self._sizes = MessageSizes(
             tuple(to[rank] * block for rank in ranks),
@@ -66,7 +50,8 @@ class KvMoves:
         )
         self._pending: dict[int, Pending] = {}
         # Memory that ranks share has one size on all of them, also on those without a move.
-        sent, received = Counter(m.source for m in moves), Counter(m.to for m in moves)
+        sent = Counter(m.source.rank for m in moves)
+        received = Counter(m.to.rank for m in moves)
         room = ChannelBytes(max(sent.values()) * block, max(received.values()) * block)
         transport.reserve({_channel(slot): room for slot in range(_SLOTS)})
         if self._sizes.sent or self._sizes.received:
@@ -97,6 +82,10 @@ class KvMoves:
             rows[:, kind] = memory[layer][self._leaving]
         self._pending[layer] = self._transport.start(PHASE, channel, self._sizes)
 
+    def _blocks(self, blocks: Sequence[Block]) -> torch.Tensor:
+        numbers = [block.number for block in blocks]
+        return torch.tensor(numbers, dtype=torch.int64, device=self._pool.keys.device)
+
     def _rows(self, message: torch.Tensor, blocks: int) -> torch.Tensor:
         """Blocks of a message: `[blocks, 2, block_size, kv_heads, head_dim]`."""
         shape = blocks, 2, *self._pool.keys.shape[2:]
@@ -107,8 +96,10 @@ def _channel(slot: int) -> Channel:
     return Channel("dispatch", slot)
 
 
-def _put_at(moves: Sequence[BlockMove], rank: int, world_size: int, block: int) -> tuple[int, ...]:
+def _put_at(
+    moves: Sequence[BlockTransfer], rank: int, world_size: int, block: int
+) -> tuple[int, ...]:
     """Returns where this rank's message begins in each rank's receive buffer."""
-    sent = Counter((move.to, move.source) for move in moves)
+    sent = Counter((move.to.rank, move.source.rank) for move in moves)
     before = ([0, *accumulate(sent[to, r] for r in range(rank))] for to in range(world_size))
     return tuple(each[rank] * block for each in before)

@@ -17,7 +17,7 @@ def move_on_a_rank() -> tuple[int, int, int]:
     """Grows a prompt from two ranks to four, twice; returns bytes planned, counted, and of rows."""
     import torch.distributed as dist
 
-    from distca.runtime.serving.kv_moves import PHASE, BlockMove, KvMoves
+    from distca.runtime.serving.kv_moves import PHASE, KvMoves
     from distca.runtime.serving.kv_pool import KVCache
     from distca.schedule.serving.blocks import BlockPool, PrefixCache
     from distca.schedule.serving.cdsp.pieces import Piece
@@ -39,7 +39,7 @@ def move_on_a_rank() -> tuple[int, int, int]:
             if block.rank == rank:
                 for layer, memory in layers_of(pool):
                     memory[layer, block.number] = 10.0 * place + layer
-        moves = KvMoves(pool, transport, [BlockMove(*m.source, *m.to) for m in given.moves])
+        moves = KvMoves(pool, transport, given.moves)
         planned += moves.bytes_planned
         for layer in range(LAYERS):
             moves.begins(layer)
