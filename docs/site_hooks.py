@@ -32,8 +32,8 @@ LIBRARY = {
         "distca.inference.models.read_model",
         "distca.inference.sampling.SamplingParams",
         "distca.inference.sampling.Penalties",
-        "distca.inference.outputs.RequestOutput",
-        "distca.inference.outputs.Completion",
+        "distca.inference.messages.RequestOutput",
+        "distca.inference.messages.Completion",
     ),
 }
 """What the reference of the library has, under each heading."""

@@ -18,8 +18,8 @@ A request meets seven files, in this order:
   plans. A `LayerWatch` is called after each layer: prefill ranks send its keys and values then.
   From here on it is the runtime's: `distca/runtime/serving`.
 
-With what these call, a request passes 53 files of `distca` on one rank on CPUs, 20 of them here and
-in `distca/schedule/serving`, and 57 on two ranks. The others are of plans, costs, the runtime,
+With what these call, a request passes 52 files of `distca` on one rank on CPUs, 19 of them here and
+in `distca/schedule/serving`, and 56 on two ranks. The others are of plans, costs, the runtime,
 transports and kernels; training uses most of them, too.
 
 Where is what:
@@ -50,7 +50,7 @@ Where is what:
 Three classes describe a request. `AddRequest` (`messages.py`) is what is asked for, and never
 changes, so all processes can be given the same. `Request` (`distca/schedule/serving/request.py`) is
 how far it is, with its blocks: the scheduler alone changes it, and it knows nothing of sampling.
-Workers read both while it runs. `Completion` (`outputs.py`) is its answer. `LLM.abort` ends one
+Workers read both while it runs. `Completion` (`messages.py`) is its answer. `LLM.abort` ends one
 early.
 
 `LLM` and `PrefillRank` (`distca/prefill`) have an engine in each process. Engines compute no
@@ -64,8 +64,8 @@ Bytes between ranks are counted by the transports (`LLM.bytes_sent`) and by the 
 
 Others:
 
-* `config.py` is the engine's configuration, and `defaults.py` makes one; `messages.py` has what
-  engines and workers say; `outputs.py` has answers; `pool_size.py` says how many blocks prompts
+* `config.py` is the engine's configuration, and `defaults.py` makes one; `messages.py` has
+  requests, what engines and workers say, and answers; `pool_size.py` says how many blocks prompts
   need, `profiled_room.py` how many a GPU has room for;
 * `runnable.py` is what the runner needs of a model. `models.py` and `transformers_model.py` load
   those of transformers, `distca/vllm/model.py` those of vLLM;

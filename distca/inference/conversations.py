@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.inference.finite import naming
+from distca.inference.messages import Completion, OnToken, RequestOutput, check_tokens
 from distca.inference.models import ServedModel
-from distca.inference.outputs import Completion, OnToken, RequestOutput
-from distca.inference.prompts import check_tokens
 from distca.inference.rank_processes import RankProcesses
 from distca.inference.sampling import SamplingParams
 from distca.json_files import read_text

@@ -27,11 +27,20 @@ import torch.distributed as dist
 from distca.inference.config import EngineConfig
 from distca.inference.engine import Engine
 from distca.inference.finite import NotFiniteError
-from distca.inference.messages import AddRequest, Iteration, ModelOutput, Output, SampledToken
-from distca.inference.outputs import Completion, OnToken, RequestOutput
+from distca.inference.messages import (
+    AddRequest,
+    Completion,
+    Iteration,
+    ModelOutput,
+    OnToken,
+    Output,
+    RequestOutput,
+    SampledToken,
+    check_tokens,
+    whole_numbers,
+)
 from distca.inference.processes import Processes
 from distca.inference.profiled_room import agreed_room
-from distca.inference.prompts import check_tokens, whole_numbers
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams
 from distca.inference.worker import Worker
 from distca.runtime import Trace

@@ -1,17 +1,82 @@
-"""What an engine and its workers tell each other. They share a process: what a worker says of an
-iteration is what is sent, to the other processes."""
+"""Requests, what an engine and its workers tell each other of them, and answers.
+
+An engine and a worker share a process: what a worker says of an iteration is what is sent, to the
+other processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, SupportsIndex
+
+import torch
 
 from distca.inference.sampling import NO_PENALTIES, Penalties, SamplingParams, TokenLogprobs
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.request import FinishReason, Request
 from distca.schedule.serving.scheduled import SchedulerOutput
+
+OnToken = Callable[[int, int], None]
+"""Function of a request's number and the token that was chosen for it."""
+
+
+class Fed(Protocol):
+    """A model's bounds of what it can be fed."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """Most tokens of a sequence."""
+        ...
+
+
+def check_tokens(model: Fed, ids: Sequence[int], max_tokens: int, what: str) -> None:
+    """Refuses tokens that a model cannot be fed.
+
+    Args:
+        model: the model, or its configuration.
+        ids: token ids.
+        max_tokens: most tokens of the answer.
+        what: name of the prompt, for the message.
+
+    Raises:
+        ValueError: there are none, or too many, or one is not in the vocabulary.
+    """
+    if not ids:
+        raise ValueError(f"{what} is empty: give at least one token")
+    outside = next((each for each in ids if not 0 <= each < model.vocab_size), None)
+    if outside is not None:
+        raise ValueError(
+            f"{what} has the token {outside}, but the vocabulary has {model.vocab_size:,} tokens"
+        )
+    if len(ids) + max_tokens > model.positions:
+        raise ValueError(
+            f"{what} has {len(ids):,} tokens, which with {max_tokens:,} new ones are more than the "
+            f"model's {model.positions:,} positions: shorten it, or lower --max-tokens"
+        )
+
+
+def whole_numbers(ids: Iterable[SupportsIndex], what: str) -> list[int]:
+    """Returns token ids as ints.
+
+    Args:
+        ids: token ids: ints, or what stands for them, as the elements of an integer tensor.
+        what: name of the prompt, for the message.
+
+    Raises:
+        ValueError: one is not a whole number.
+    """
+    try:
+        return [operator.index(each) for each in ids]
+    except TypeError:
+        raise ValueError(f"{what} has something else than whole numbers: give token ids") from None
 
 
 @dataclass(frozen=True)
@@ -133,3 +198,40 @@ class ModelOutput:
     bytes_sent: int
     scores: Mapping[int, Mapping[int, TokenLogprobs]] = field(default_factory=dict)
     planned_bytes: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Completion:
+    """An answer to a prompt.
+
+    Attributes:
+        token_ids: tokens of the answer, the one that stopped it included.
+        finish_reason: "stop", "length" if it has the most tokens, or "abort".
+        ttft_seconds: seconds from the begin of the call to its first token.
+        bytes_moved: bytes that ranks moved for it by the plans, where they are counted.
+        logits: logits of each token where they are kept, float32 `[vocabulary]`.
+        logprobs: log-probabilities of each token where they are asked for.
+        prompt_logprobs: those of the prompt's tokens but the first, where they are asked for: the
+            first answer has them.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+    ttft_seconds: float = 0.0
+    bytes_moved: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt with its answers.
+
+    Attributes:
+        prompt_token_ids: tokens of the prompt.
+        outputs: answers, as many as were asked for.
+    """
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]

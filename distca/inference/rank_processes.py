@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from distca.inference.config import EngineConfig
 from distca.inference.llm import LLM
-from distca.inference.messages import AddRequest
-from distca.inference.outputs import Completion, OnToken
+from distca.inference.messages import AddRequest, Completion, OnToken
 from distca.inference.sampling import SamplingParams
 from distca.lifetime import check_processes, start_process
 from distca.runtime import Trace

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from distca.inference.messages import check_tokens
 from distca.inference.models import ServedModel, load_tokenizer, model_digest
-from distca.inference.prompts import check_tokens
 from distca.inference.sampling import UnusableLogitsError, check_highest
 from distca.inference.sparse_model import SparseModel
 from distca.json_files import read_text

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from distca.inference.messages import RequestOutput
 from distca.inference.models import ServedModel, expert_count
-from distca.inference.outputs import RequestOutput
 
 LOGITS_APART = 1e-5
 """Most that logits in float32 differ from one process's, over the largest of them if that is above

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from distca.commands.main import main
-from distca.inference.outputs import Completion, OnToken
+from distca.inference.messages import Completion, OnToken
 from distca.inference.rank_processes import RankProcesses
 from distca.inference.sampling import SamplingParams
 from support.byte_tokenizer import save_chat_model

@@ -16,9 +16,9 @@ import torch
 from benchmarks.serving.planned_steps import PlannedSteps
 from distca.cost.link import Links
 from distca.inference.machine import Machine
+from distca.inference.messages import Completion, RequestOutput
 from distca.inference.models import FAMILIES as SERVED
 from distca.inference.models import ServedModel, read_model
-from distca.inference.outputs import Completion, RequestOutput
 from distca.inference.sampling import SamplingParams
 from distca.inference.sequence_parallel import split_model
 from distca.inference.tensor_parallel import slice_config

@@ -16,8 +16,8 @@ import torch
 
 from distca.inference.defaults import configure
 from distca.inference.llm import LLM
+from distca.inference.messages import RequestOutput
 from distca.inference.models import read_model
-from distca.inference.outputs import RequestOutput
 from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.cdsp import Coefficients, PrefillModel, Search
 from distca.schedule.serving.cdsp.growing import GrowingGroups

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from distca.inference.finite import Place, first_of_all_ranks
+from distca.inference.messages import Completion, RequestOutput
 from distca.inference.models import read_model
-from distca.inference.outputs import Completion, RequestOutput
 from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs, UnusableLogitsError
 from distca.inference.verify import compare
 from support.byte_tokenizer import save_chat_model

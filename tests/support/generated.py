@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from distca.inference.defaults import configure
 from distca.inference.llm import LLM
-from distca.inference.messages import AddRequest
+from distca.inference.messages import AddRequest, Completion, RequestOutput
 from distca.inference.models import ServedModel
-from distca.inference.outputs import Completion, RequestOutput
 from distca.inference.sampling import SamplingParams
 
 Turns = list[dict[int, list[int]]]
