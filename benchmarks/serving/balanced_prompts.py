@@ -54,8 +54,8 @@ from distca.progress import track
 from distca.runtime.serving.step_exchange import build_stepped_exchange
 from distca.schedule.base import ScheduleConfig
 from distca.schedule.serving.balanced import BalancedTiles
+from distca.schedule.serving.batches import PrefillStrategy
 from distca.schedule.serving.iteration import plan_iteration
-from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.simulate import CLUSTERS
 from distca.simulate.requests.vllm import room_of
 from distca.simulate.serving import InferenceCosts

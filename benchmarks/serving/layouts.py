@@ -41,9 +41,9 @@ from distca.inference.tensor_parallel import join_ranks
 from distca.machine import cpu_name
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving import STRATEGIES, Strategy
+from distca.schedule.serving.batches import PrefillStrategy
 from distca.schedule.serving.csps.layouts import Layout, SplitModel
 from distca.schedule.serving.csps.levels import Levels
-from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.transport import CollectiveTransport
 
 CPU, BLOCK, TIMEOUT = torch.device("cpu"), 128, timedelta(minutes=10)

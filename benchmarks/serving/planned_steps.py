@@ -12,11 +12,10 @@ import numpy as np
 from distca.inference.model_runner import ModelRunner
 from distca.plan import Mask
 from distca.schedule.serving import shard_evenly
-from distca.schedule.serving.batches import Batch
+from distca.schedule.serving.batches import Batch, PrefillStrategy
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.iteration import plan_iteration
-from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.scheduled import ScheduledTokens
 

@@ -41,10 +41,10 @@ from distca.inference.models import ServedModel, model_size, read_model
 from distca.machine import cpu_name
 from distca.plan import Mask
 from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
+from distca.schedule.serving.batches import PrefillStrategy, plan_layers
 from distca.schedule.serving.csps import Levels, NodeParts, Sparsity
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
 from distca.simulate import Cluster
 from distca.simulate.serving import (
     InferenceCosts,

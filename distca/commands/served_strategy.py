@@ -14,8 +14,8 @@ from distca.commands.served_chain import served_chain
 from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import near_to_far
 from distca.schedule.serving.balanced import NAME as TILES
+from distca.schedule.serving.batches import PrefillStrategy
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.steps import Strategy
 
 if TYPE_CHECKING:

@@ -35,9 +35,9 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
+from distca.schedule.serving.batches import plan_layers
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import plan_layers
 from distca.schedule.serving.partitions import Chain, Shares, shard_in_chain
 from distca.simulate.serving import (
     InferenceCosts,

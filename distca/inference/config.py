@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from distca.inference.transports import TransportName
 from distca.schedule.serving.balanced import BalancedTiles
+from distca.schedule.serving.batches import PrefillStrategy
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
 
 

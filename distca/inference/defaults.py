@@ -13,11 +13,11 @@ from distca.inference.pool_size import bytes_of_block, check_stripe
 from distca.inference.transports import TRANSPORTS, TransportName
 from distca.schedule.serving.balanced import NAME as TILES
 from distca.schedule.serving.balanced import BalancedTiles
+from distca.schedule.serving.batches import PrefillStrategy
 from distca.schedule.serving.cdsp.growing import GrowingGroups
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.levels import Levels
-from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.steps import Strategy

@@ -25,11 +25,10 @@ from distca.inference.tensor_parallel import slice_config
 from distca.inference.verify import _no_further, compare
 from distca.plan import Mask, SteppedPlan
 from distca.schedule.serving import STRATEGIES
-from distca.schedule.serving.batches import PrefillBatch
+from distca.schedule.serving.batches import LayerPlans, PrefillBatch
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import LayerPlans
 from distca.schedule.serving.partitions import Chain, search_partition
 from distca.simulate.serving.prefill_chain import ChainCosts
 from support.balanced import eager_tiles

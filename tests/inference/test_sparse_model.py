@@ -24,11 +24,11 @@ from distca.inference.sparsity_calibration import (
 from distca.plan import Mask
 from distca.plan.span import Floats
 from distca.schedule.serving import nobody_holds
+from distca.schedule.serving.batches import LayerPlans
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile
 from distca.schedule.serving.csps.configure import Configurator, Partitions
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.layer_plans import LayerPlans
 from support.small_models import VOCABULARY, save_small_model
 from support.sparse_reference import sparse_logits
 

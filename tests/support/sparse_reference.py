@@ -11,7 +11,7 @@ import torch
 from distca.attention.reference import attend, document_visibility
 from distca.plan import Mask, Plan, SteppedPlan
 from distca.runtime.serving.importance import OBSERVERS
-from distca.schedule.serving.layer_plans import LayerPlans
+from distca.schedule.serving.batches import LayerPlans
 from support.stepped import rows_of
 
 NAME = "sparse_reference"

@@ -18,7 +18,7 @@ from distca.inference.models import read_model
 from distca.inference.sampling import SamplingParams
 from distca.inference.small_models import VOCABULARY, save_small_model
 from distca.inference.verify import compare
-from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.schedule.serving.batches import PrefillStrategy
 from distca.wording import install
 
 FAMILIES: dict[str, PrefillStrategy] = {

@@ -5,7 +5,7 @@
   `block_owners.py` which rank owns a new one, `home_shares.py` how much of an iteration is whose,
   `moves.py` which blocks change their owner, `scheduled.py` what it decides;
 * the plans of an iteration: `iteration.py`, with `batches.py` its two parts, prefills and decodes,
-  `layer_plans.py` a plan for each mask of the layers;
+  and a plan for each mask of the layers;
 * strategies: `steps.py` and `rings.py` keys or queries in rings, `partitions.py` chains,
   `csps/` sparse levels, head scatter, row sharing, `cdsp/` groups of ranks that grow,
   `balanced.py` prompts whose attention is shared in tiles;

@@ -15,8 +15,7 @@ from distca.cost.kernel_time import CostModel
 from distca.plan import Mask, Placement
 from distca.plan.span import Floats, Int64s, expand_ranges
 from distca.schedule.serving.balanced import BalancedTiles
-from distca.schedule.serving.batches import DecodeBatch, PrefillBatch
-from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
+from distca.schedule.serving.batches import DecodeBatch, PrefillBatch, PrefillStrategy, plan_layers
 from distca.schedule.serving.scheduled import ScheduledTokens
 
 _FEW_BLOCKS = 32

@@ -10,10 +10,9 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.volume import Messages
-from distca.schedule.serving.batches import Batch
+from distca.schedule.serving.batches import Batch, PrefillStrategy
 from distca.schedule.serving.cdsp import PrefillTimes
 from distca.schedule.serving.iteration import BatchPlan, plan_iteration, rows_on_ranks
-from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.moves import BlockTransfer
 from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.simulate.serving.costs import InferenceCosts

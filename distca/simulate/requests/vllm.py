@@ -26,7 +26,7 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.plan.span import Bools, Floats
-from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.schedule.serving.batches import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.simulate.requests.costs import PlannedCosts
 from distca.simulate.requests.engine import SimulatedEngine, SimulatedIteration
