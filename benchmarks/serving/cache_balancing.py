@@ -48,7 +48,7 @@ from distca.machine import cpu_name
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import KvMoves
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
-from distca.schedule.serving.cdsp.pieces import Piece
+from distca.schedule.serving.cdsp.chunks import Piece
 from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.simulate import CLUSTERS

@@ -8,7 +8,7 @@ import pytest
 
 from distca.schedule.serving.blocks import BlockPool, PrefixCache
 from distca.schedule.serving.cdsp import Chunk
-from distca.schedule.serving.cdsp.pieces import Piece, cut_at_blocks
+from distca.schedule.serving.cdsp.chunks import Piece, cut_at_blocks
 from distca.schedule.serving.cdsp.strategies import PREFILL_STRATEGIES, strategy_of
 from distca.simulate.serving.growth import grow_blocks
 

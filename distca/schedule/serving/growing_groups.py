@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from distca.schedule.serving.blocks import PrefixCache, SequenceBlocks
+from distca.schedule.serving.cdsp.chunks import Piece, cut_at_blocks
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.growing import GrowingGroups
-from distca.schedule.serving.cdsp.pieces import Piece, cut_at_blocks
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.request import Request
 

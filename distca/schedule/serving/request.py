@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distca.schedule.serving.blocks import SequenceBlocks
+from distca.schedule.serving.cdsp.chunks import Piece
 from distca.schedule.serving.cdsp.groups import Ranks
-from distca.schedule.serving.cdsp.pieces import Piece
 from distca.schedule.serving.partitions import Chain
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -13,7 +13,7 @@ import numpy as np
 from distca.cost.volume import Messages
 from distca.schedule.serving.block_owners import BlockOwners
 from distca.schedule.serving.blocks import Block, BlockPool, PrefixCache
-from distca.schedule.serving.cdsp.pieces import Piece
+from distca.schedule.serving.cdsp.chunks import Piece
 from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.moves import BlockTransfer, Mover

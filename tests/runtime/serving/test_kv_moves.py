@@ -20,7 +20,7 @@ def move_on_a_rank() -> tuple[int, int, int]:
     from distca.runtime.serving.kv_moves import PHASE, KvMoves
     from distca.runtime.serving.kv_pool import KVCache
     from distca.schedule.serving.blocks import BlockPool, PrefixCache
-    from distca.schedule.serving.cdsp.pieces import Piece
+    from distca.schedule.serving.cdsp.chunks import Piece
     from distca.simulate.serving.growth import grow_blocks
     from distca.transport import CollectiveTransport
 

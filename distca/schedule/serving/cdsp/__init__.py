@@ -1,18 +1,22 @@
 """Chunkwise dynamic sequence parallelism (Tetris): groups of ranks that grow.
 
 * who prefills: `chunks.py` has Algorithms 1 to 3, `groups.py` the choice of ranks, `strategies.py`
-  what these are compared with, `growing.py` what the scheduler calls, `pieces.py` chunks cut
-  between blocks;
-* what they depend on: `latency.py` seconds of a prefill, `published.py` those of the paper,
-  `load.py` improvement rates by arrivals.
+  what these are compared with, `growing.py` what the scheduler calls;
+* what they depend on: `latency.py` seconds of a prefill, `load.py` improvement rates by arrivals.
 
 All are pure functions of values.
 """
 
 from distca.schedule.serving.cdsp.chunks import Chunk, PrefillPlan, Search, plan_prefill
-from distca.schedule.serving.cdsp.latency import Coefficients, Prefill, PrefillModel, PrefillTimes
+from distca.schedule.serving.cdsp.latency import (
+    TABLE_1,
+    Coefficients,
+    Prefill,
+    PrefillModel,
+    PrefillTimes,
+    published_model,
+)
 from distca.schedule.serving.cdsp.load import ImprovementRates, Load, least_by_rate
-from distca.schedule.serving.cdsp.published import TABLE_1, published_model
 from distca.schedule.serving.cdsp.strategies import LOAD_AWARE, PREFILL_STRATEGIES, GroupStrategy
 
 __all__ = [

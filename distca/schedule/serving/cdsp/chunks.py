@@ -9,12 +9,16 @@ are nested, so that keys and values only ever move to new members.
 The search is the paper's. What it leaves open is decided so: a chunk is too short below
 `smallest_chunk` tokens; one that would take the whole rest of the prompt is no chunk, since
 Algorithm 2 has weighed that group for all of it; of equal times the first found stays.
+
+What is computed are `Piece`s: chunks cut between blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from distca.schedule.serving.cdsp.groups import Groups, Ranks
 from distca.schedule.serving.cdsp.latency import PrefillTimes
@@ -238,3 +242,23 @@ class _Planner:
             return None
         seconds = self._search.times.seconds(degree, cached, fitting)
         return Chunk(cached, fitting, ranks, start, seconds)
+
+
+class Piece(NamedTuple):
+    """A chunk as it is computed: positions `[start, end)` on these ranks."""
+
+    start: int
+    end: int
+    ranks: Ranks
+
+
+def cut_at_blocks(chunks: Sequence[Chunk], block_size: int) -> list[Piece]:
+    """Moves the ends of all chunks but the last one to ends of blocks; none may be left of one.
+
+    What is cached before the first one are whole blocks.
+    """
+    last = chunks[-1]
+    ends = [(each.cached + each.tokens) // block_size * block_size for each in chunks]
+    edges = [chunks[0].cached, *ends[:-1], last.cached + last.tokens]
+    pieces = zip(pairwise(edges), chunks, strict=True)
+    return [Piece(*edge, chunk.ranks) for edge, chunk in pieces if edge[1] > edge[0]]

@@ -85,24 +85,12 @@ def single_chunk(
     return plan_prefill(search, queued, ranks_per_node, tokens, cached, holders)
 
 
-def cdsp(
-    search: Search,
-    queued: Sequence[float],
-    ranks_per_node: int,
-    tokens: int,
-    cached: int = 0,
-    holders: Ranks = NOBODY,
-) -> PrefillPlan:
-    """Gives the prompt chunks on growing groups: Algorithm 1."""
-    return plan_prefill(search, queued, ranks_per_node, tokens, cached, holders)
-
-
 PREFILL_STRATEGIES: dict[str, GroupStrategy] = {
     "fixed-8": partial(fixed, 8),
     "fixed-16": partial(fixed, 16),
     "greedy": greedy,
     "single-chunk": single_chunk,
-    "cdsp": cdsp,
+    "cdsp": plan_prefill,
 }
 """What is compared, by name."""
 
