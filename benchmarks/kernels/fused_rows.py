@@ -30,18 +30,16 @@ from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, draw
 from distca.plan import Mask, Plan
 from distca.runtime import Buffers, Exchange, build_exchange
+from distca.runtime.fused_rows import select_row_kernels
 from distca.runtime.messages import WORD, PackedRows, QAndKV, RowFormat, row_types
-from distca.runtime.row_choice import select_row_kernels
-from distca.runtime.row_kernels import RowKernels
+from distca.runtime.row_kernels import RowKernels, ServedRows, TorchRowKernels
 from distca.runtime.row_sources import NO_ROWS, SummedRows
-from distca.runtime.served_rows import ServedRows
 from distca.runtime.server_kernels import (
     local_gradients,
     local_outputs,
     received_gradients,
     received_outputs,
 )
-from distca.runtime.torch_rows import TorchRowKernels
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
 
 

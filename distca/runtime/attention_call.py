@@ -22,9 +22,8 @@ from distca.runtime.row_comm import (
     start_combine,
     start_dispatch,
 )
-from distca.runtime.row_kernels import RecvRows, RowKernels
+from distca.runtime.row_kernels import RecvRows, RowKernels, ServedRows
 from distca.runtime.row_sources import NO_ROWS, RowSource, SummedRows, WrittenRows
-from distca.runtime.served_rows import ServedRows
 from distca.runtime.server_kernels import (
     compute_gradients,
     compute_outputs,

@@ -9,7 +9,7 @@ import torch
 
 from distca.cost.memory import HEADROOM, CoreAttentionMemory
 from distca.runtime.exchange import Exchange, map_indices
-from distca.runtime.row_choice import select_row_kernels
+from distca.runtime.fused_rows import select_row_kernels
 from distca.runtime.row_kernels import RowKernels
 from distca.runtime.workspace import Workspace
 from distca.transport import DIRECTIONS, Channel, ChannelBytes, Transport

@@ -11,15 +11,29 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from distca.attention.fused import FusedKernels, RowJob, RowMemory
+from distca.attention.fused import FusedKernels, RowJob, RowMemory, load_fused_kernels
 from distca.attention.kernel import Outputs
 from distca.attention.merge import Sums
 from distca.runtime.exchange import CallRows, Gather, Piece
 from distca.runtime.messages import KindLayout, PackedRows, as_numbers
-from distca.runtime.row_kernels import RecvRows
+from distca.runtime.row_kernels import RecvRows, RowKernels, ServedRows, TorchRowKernels
 from distca.runtime.row_sources import MergedRows, RowSource, SummedRows
-from distca.runtime.served_rows import ServedRows
 from distca.runtime.workspace import Workspace
+
+
+def select_row_kernels(device_type: str) -> RowKernels:
+    """Makes the row kernels of a device: fused ones on GPUs where triton is installed.
+
+    Args:
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ValueError: triton is installed but cannot be used.
+    """
+    kernels = load_fused_kernels(device_type)
+    if kernels is None:
+        return TorchRowKernels()
+    return FusedRowKernels(kernels)
 
 
 class FusedRowKernels:

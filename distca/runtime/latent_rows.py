@@ -18,7 +18,7 @@ import torch
 from distca.attention.merge import sum_parts
 from distca.runtime.exchange import Rows
 from distca.runtime.messages import PackedRows
-from distca.runtime.served_rows import ServedRows
+from distca.runtime.row_kernels import ServedRows
 from distca.runtime.workspace import Workspace
 
 

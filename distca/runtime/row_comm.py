@@ -18,9 +18,8 @@ from distca.runtime.messages import (
     RowTypes,
     row_types,
 )
-from distca.runtime.row_kernels import RecvRows, RowKernels
+from distca.runtime.row_kernels import RecvRows, RowKernels, ServedRows
 from distca.runtime.row_sources import RowSource, SummedRows
-from distca.runtime.served_rows import ServedRows
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, Pending, Transport
 

@@ -13,9 +13,8 @@ import torch
 from distca.attention.kernel import Gradients, Kernel, KernelTasks, Outputs
 from distca.runtime.exchange import Exchange, KernelCall, Rows
 from distca.runtime.messages import PackedRows
-from distca.runtime.row_kernels import RowKernels
+from distca.runtime.row_kernels import RowKernels, ServedRows
 from distca.runtime.row_sources import MergedRows, SummedRows
-from distca.runtime.served_rows import ServedRows
 from distca.runtime.workspace import Workspace
 
 

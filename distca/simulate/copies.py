@@ -6,9 +6,8 @@ copies its rows only if they do not follow each other in one of these memories. 
 lie one after the other, with those of other servers behind them; final outputs and gradients are
 made of these parts, outputs merged and gradients summed where a row has several. Where one call
 gives a rank's own rows and no others, its results are the final ones. `distca.runtime`
-copies in `torch_rows`, `row_sources`, `served_rows` and `latent_rows`; the traffic is counted here
-from the plan alone, as `distca.cost.memory` counts the buffers. Fused kernels copy less, which is
-not counted.
+copies in `row_kernels`, `row_sources` and `latent_rows`; the traffic is counted here from the plan
+alone, as `distca.cost.memory` counts the buffers. Fused kernels copy less, which is not counted.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ import pytest
 
 from distca.attention import fused
 from distca.attention.fused import FusedKernels, load_fused_kernels
-from distca.runtime.fused_rows import FusedRowKernels
-from distca.runtime.row_choice import select_row_kernels
-from distca.runtime.torch_rows import TorchRowKernels
+from distca.runtime.fused_rows import FusedRowKernels, select_row_kernels
+from distca.runtime.row_kernels import TorchRowKernels
 
 ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r"@check\ndef (\w+)", (ROOT / "tests/support/fused_checks.py").read_text())

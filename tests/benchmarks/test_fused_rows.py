@@ -8,7 +8,7 @@ from benchmarks.kernels.fused_rows import differing, main, make_plan, operations
 from distca.attention.fused import FusedKernels
 from distca.cost.volume import AttentionShape
 from distca.runtime.fused_rows import FusedRowKernels
-from distca.runtime.torch_rows import TorchRowKernels
+from distca.runtime.row_kernels import TorchRowKernels
 from support.simgpu.fused import stand_ins
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, dtype_bytes=4)

@@ -34,9 +34,8 @@ from distca.runtime import Buffers, CoreAttention, EventCursor, SentLatents, bui
 from distca.runtime.exchange import find_call_rows
 from distca.runtime.fused_rows import FusedRowKernels
 from distca.runtime.messages import WORD, PackedRows, QAndKV, message_layout, peer_rows
-from distca.runtime.row_kernels import RowKernels
+from distca.runtime.row_kernels import RowKernels, TorchRowKernels
 from distca.runtime.row_sources import MergedRows, SummedRows, WrittenRows
-from distca.runtime.torch_rows import TorchRowKernels
 from distca.runtime.workspace import Workspace
 from distca.transport.virtual import VirtualTransport
 from support.both_kernels import both_of

@@ -7,7 +7,7 @@ import torch
 
 from distca.runtime.exchange import CallRows
 from distca.runtime.messages import WORD, PackedRows, RowFormat, row_types
-from distca.runtime.served_rows import ServedRows
+from distca.runtime.row_kernels import ServedRows
 from distca.runtime.workspace import Workspace
 
 
