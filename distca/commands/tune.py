@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from distca.commands.command_line import Parser, check_outputs, unknown
 from distca.commands.engine_flags import check_counts, check_machine_flags
 from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.tune_page import FoundPartition
+from distca.plan.span import Floats, Int64s
 from distca.progress import Progress, progress, track
 from distca.schedule.serving.partitions import (
     Chain,
@@ -33,6 +36,7 @@ from distca.schedule.serving.partitions import (
 
 if TYPE_CHECKING:
     from distca.inference.models import ServedModel
+    from distca.inference.rank_processes import RankProcesses
 
 
 FORMS = {
@@ -236,7 +240,6 @@ def _search_measured(
     """Searches lengths on ranks, and saves after each partition that they have run."""
     from distca.attention.choice import default_block_size
     from distca.inference.defaults import configure
-    from distca.inference.measured_chain import MeasuredChain
     from distca.inference.pool_size import bytes_needed
     from distca.inference.rank_processes import RankProcesses
 
@@ -279,12 +282,41 @@ def _search_measured(
                     shown.update()
                     save()
 
-                seconds = MeasuredChain(processes, args.measure, args.rounds, tried, noted)
+                how = processes, args.measure, args.rounds, tried, noted
+                seconds = partial(_measured_seconds, *how)
                 finest = max(length // _FINEST, 1)
                 parts = search_partition(length, ranks, seconds, finest, few=True)
             found[length] = tuple(float(part) / length for part in parts)
             save()
     return described
+
+
+def _measured_seconds(
+    ranks: RankProcesses,
+    by: Literal["cpu", "wall"],
+    rounds: int,
+    tried: dict[Parts, float],
+    noted: Callable[[], None],
+    partitions: Int64s,
+) -> Floats:
+    """Runs each partition that was not tried; returns the seconds of all, float64 `[partitions]`.
+
+    Args:
+        ranks: ranks that run.
+        by: "cpu" for the most CPU seconds of a process, "wall" for those to the first token.
+        rounds: prefills of a partition, whose median counts.
+        tried: seconds of the partitions that were run, which grow.
+        noted: function that is called after each partition.
+        partitions: tokens of each rank's part, int64 `[partitions, ranks]`.
+    """
+    which = ("cpu", "wall").index(by)
+    every: list[Parts] = [tuple(map(int, parts)) for parts in partitions]
+    for parts in every:
+        if parts not in tried:
+            times = [ranks.time_prefill(parts)[which] for _ in range(rounds)]
+            tried[parts] = statistics.median(times)
+            noted()
+    return np.array([tried[parts] for parts in every])
 
 
 def _described(found: FoundPartition) -> str:

@@ -72,8 +72,8 @@ Others:
 * `tensor_parallel.py` and `sequence_parallel.py` split weights and rows; `cuda_graphs.py` and
   `step_graphs.py` capture decodes; `transports.py` makes what moves rows; `finite.py` finds where
   values overflow;
-* `machine.py` and `measured_chain.py` measure what strategies are chosen by; `sparse_model.py` and
-  `sparsity_calibration.py` measure what may be dropped;
+* `machine.py` says what strategies are chosen by; `sparse_model.py` and `sparsity_calibration.py`
+  measure what may be dropped;
 * `conversations.py`, `verify.py` and `rank_processes.py` are for `distca generate`,
   `small_models.py` for `distca verify`.
 
