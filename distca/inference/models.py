@@ -17,8 +17,7 @@ from distca.attention.fused import load_expert_kernels, load_fused_kernels
 from distca.checkpoints.weights import Checkpoint
 from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
-from distca.inference.fused_experts import fuse_experts, products_ask_host
-from distca.inference.fused_layers import fuse_layers
+from distca.inference.fused_layers import fuse_experts, fuse_layers, products_ask_host
 from distca.inference.runnable import RunnableModel
 from distca.inference.tensor_parallel import (
     ALONE,

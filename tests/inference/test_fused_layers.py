@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from distca.attention.fused import ExpertKernels, FusedKernels
-from distca.inference.fused_experts import fuse_experts, products_ask_host
-from distca.inference.fused_layers import fuse_layers
+from distca.inference.fused_layers import fuse_experts, fuse_layers, products_ask_host
 from support.simgpu import fused, fused_experts
 from support.small_models import FAMILIES, SIZES, VOCABULARY
 
