@@ -210,7 +210,7 @@ class Checkpoint:
 
         disable_progress_bar()
         outline = self.outline()
-        named: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+        named: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
         if device != _CPU:
             named["device_map"] = {"": device}
         with self._opened(outline) as (tensors, _):

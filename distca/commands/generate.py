@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser, write_on
@@ -36,6 +36,9 @@ from distca.schedule.serving import STRATEGIES
 from distca.schedule.serving.balanced import BalancedTiles
 from distca.timeline import write_trace
 from distca.wording import counted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _EPILOG = """
 examples:
@@ -333,7 +336,9 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _tokens_of(texts: Sequence[str], tokenizer: Any, model: str) -> list[list[int]]:
+def _tokens_of(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: str
+) -> list[list[int]]:
     """Token ids of texts.
 
     Raises:
@@ -359,7 +364,9 @@ class _Shown:
         write: function that writes to the terminal.
     """
 
-    def __init__(self, tokenizer: Any, quiet: bool, write: Callable[[str], object]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, quiet: bool, write: Callable[[str], object]
+    ) -> None:
         self._tokenizer, self._quiet, self._to = tokenizer, quiet, write
         self._ids: list[int] = []
         self._written = 0

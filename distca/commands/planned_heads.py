@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from distca.commands.command_line import Parser
 from distca.commands.described import (
@@ -153,7 +152,9 @@ def layers_of(mask: Mask, model: ModelSize) -> str:
     return f"those of {described_mask(mask)}; {every} sees all"
 
 
-def figures_of_other_layers(plans: Sequence[Plan], config: ScheduleConfig) -> list[dict[str, Any]]:
+def figures_of_other_layers(
+    plans: Sequence[Plan], config: ScheduleConfig
+) -> list[dict[str, object]]:
     """Returns JSON values of plans of layers that have other masks."""
     return [{"sees": described_mask(p.mask), **asdict(describe(p, config))} for p in plans]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,9 @@ _BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.5, float("inf"))
 """Upper bounds of the errors that are counted together."""
 
 
-def page_of(command: str, profile: Profile, errors: Sequence[float], saved: dict[str, Any]) -> str:
+def page_of(
+    command: str, profile: Profile, errors: Sequence[float], saved: dict[str, object]
+) -> str:
     """Returns the page.
 
     Args:
@@ -58,7 +59,9 @@ def page_of(command: str, profile: Profile, errors: Sequence[float], saved: dict
     return html_page.page("distca profile", answer, {**saved, "errors": [*errors]}, parts)
 
 
-def _drawn(lengths: Floats, seconds: Floats, diagonal: bool) -> tuple[Any, Any]:
+def _drawn(
+    lengths: Floats, seconds: Floats, diagonal: bool
+) -> tuple[list[list[float | None]], list[list[str]]]:
     """Returns what darkens each cell, and what each says."""
     q, kv = lengths[:, None].astype(np.float64), lengths[None, :].astype(np.float64)
     pairs = q * kv - diagonal * q * (q - 1) / 2

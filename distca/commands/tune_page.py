@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from distca.commands import html_page
 from distca.commands.html_page import Cell
@@ -31,7 +30,7 @@ class FoundPartition:
     kind: str
 
 
-def partitions(command: str, found: Sequence[FoundPartition], saved: Mapping[str, Any]) -> str:
+def partitions(command: str, found: Sequence[FoundPartition], saved: Mapping[str, object]) -> str:
     """Returns the page of `distca tune partitions`; `saved` is the output file's content."""
     longest = found[-1]
     answer = (
@@ -68,7 +67,7 @@ def groups(
     measured: Sequence[Prefill],
     fitted: Sequence[float],
     advice: str,
-    saved: Mapping[str, Any],
+    saved: Mapping[str, object],
 ) -> str:
     """Returns the page of `distca tune groups`.
 
@@ -93,7 +92,7 @@ def groups(
 
 
 def figures(
-    form: str, command: str, text: Sequence[str], rows: Mapping[str, float], saved: Any
+    form: str, command: str, text: Sequence[str], rows: Mapping[str, float], saved: object
 ) -> str:
     """Returns the page of a form whose figures are a few numbers.
 
@@ -112,7 +111,7 @@ def figures(
 
 
 def _page(
-    form: str, command: str, answer: str, saved: Any, shown: tuple[str, Sequence[str]]
+    form: str, command: str, answer: str, saved: object, shown: tuple[str, Sequence[str]]
 ) -> str:
     title, parts = shown
     sections = [html_page.section(title, *parts)]

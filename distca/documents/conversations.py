@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -136,7 +135,7 @@ def _conversations(line: bytes) -> Iterator[tuple[list[Message], float, bool]]:
         yield conversation, 1.0, False
 
 
-def _completed(read: dict[str, Any]) -> Iterator[tuple[list[Message], float]]:
+def _completed(read: dict[str, object]) -> Iterator[tuple[list[Message], float]]:
     """Yields a prompt with each of its completions, and the weight of each."""
     for key in read.keys() - set(_KEYS):
         for near in get_close_matches(key.lower(), _KEYS, 1, _NEAR):
@@ -163,7 +162,7 @@ def _completed(read: dict[str, Any]) -> Iterator[tuple[list[Message], float]]:
         )
 
 
-def _as_messages(given: Any, role: str, name: str) -> list[Message]:
+def _as_messages(given: object, role: str, name: str) -> list[Message]:
     """Returns the messages of a prompt or a completion, which may be a text alone."""
     messages = [{"role": role, "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, list) or not messages:
@@ -175,7 +174,7 @@ def _as_messages(given: Any, role: str, name: str) -> list[Message]:
     return messages
 
 
-def _check_messages(messages: list[Any]) -> None:
+def _check_messages(messages: list[object]) -> None:
     """Refuses messages without a text as their role and as their content."""
     for number, message in enumerate(messages, start=1):
         for key in ("role", "content"):

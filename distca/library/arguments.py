@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from numbers import Real
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -116,7 +116,7 @@ def check_dtype(shape: AttentionShape, device: torch.device) -> None:
         )
 
 
-def kernel_of(shape: AttentionShape, softcap: Any, device: torch.device) -> Kernel:
+def kernel_of(shape: AttentionShape, softcap: object, device: torch.device) -> Kernel:
     """Returns the kernel of a planner.
 
     Args:
@@ -136,5 +136,5 @@ def kernel_of(shape: AttentionShape, softcap: Any, device: torch.device) -> Kern
     return SoftCapped(select_kernel(device.type, shape.head_dim, softcaps=True), softcap)
 
 
-def _is_number(given: object) -> bool:
+def _is_number(given: object) -> TypeGuard[float]:
     return isinstance(given, Real) and not isinstance(given, bool)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 import torch
+
+from distca.plan.span import Int64s
 
 IGNORED = -100
 """Target of a token that predicts nothing, as torch's and transformers' losses have it."""
@@ -83,7 +84,7 @@ class Document:
         return torch.cat([self.tokens[1:], self.tokens.new_tensor([IGNORED])])
 
 
-def _document(tokens: Any, targets: Any) -> Document:
+def _document(tokens: Int64s, targets: Int64s | None) -> Document:
     """Makes a document of arrays: tensors would take a file each on the way between processes."""
     of = None if targets is None else torch.from_numpy(targets)
     return Document(torch.from_numpy(tokens), of)

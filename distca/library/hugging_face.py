@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from distca.library.model_masks import LayerMask, NoMask, mask_of_layer, mask_of
 from distca.library.operation import core_attention
 from distca.library.planner import find_planner
 from distca.plan import Mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 IMPLEMENTATION = "distca"
 """Value of `attn_implementation`."""
@@ -59,7 +62,7 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, mask_of_layers)
 
 
-def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+def planner_arguments(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns what `Planner` must know of a model: `shape`, `masks`, `softcap` and `vocabulary`.
 
     Args:
@@ -92,7 +95,7 @@ def planner_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _refuse_models(config: Any) -> None:
+def _refuse_models(config: PreTrainedConfig) -> None:
     """Refuses models whose answers would be silently wrong.
 
     Raises:
@@ -113,7 +116,7 @@ def _refuse_models(config: Any) -> None:
         raise ValueError(f"{config.model_type} is no decoder: use another model")
 
 
-def _refuse_families(config: Any) -> None:
+def _refuse_families(config: PreTrainedConfig) -> None:
     """Refuses types of models whose code has an attention or positions of its own.
 
     Raises:
@@ -144,7 +147,7 @@ def _refuse_families(config: Any) -> None:
         )
 
 
-def _masks_of(config: Any) -> tuple[Mask, ...]:
+def _masks_of(config: PreTrainedConfig) -> tuple[Mask, ...]:
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
@@ -174,11 +177,11 @@ class _Targets(int):
     @classmethod
     def __torch_function__(
         cls,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         for each in args:
             if isinstance(each, cls) and not torch.compiler.is_compiling():
                 each.check()
@@ -239,7 +242,7 @@ def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
     return rows[None] if len(rows) else rows.new_full((1, 1), padding)
 
 
-def _check_loss(given: Mapping[str, Any]) -> None:
+def _check_loss(given: Mapping[str, object]) -> None:
     """Checks that what decides a loss is there together, where a model hands it on.
 
     Raises:
@@ -269,7 +272,7 @@ def _attend(
     distca: int | None = None,
     distca_padded: bool = False,
     position_ids: torch.Tensor | None = None,
-    **of_loss: Any,
+    **of_loss: object,
 ) -> tuple[torch.Tensor, None]:
     """Core attention of a layer, as transformers call it.
 

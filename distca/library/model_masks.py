@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 
@@ -43,10 +43,10 @@ class _NoTensor:
     @classmethod
     def __torch_function__(
         cls,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> NoReturn:
         raise _error("is no argument of torch's functions")
 
@@ -87,10 +87,10 @@ def _error(what: str) -> _NoTensorError:
 def mask_of_layers(
     *,
     attention_mask: NoMask | torch.Tensor | None = None,
-    config: Any = None,
+    config: object = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = False,
-    **_: Any,
+    **_: object,
 ) -> LayerMask:
     """Makes the mask that a model's layers of one kind have, as transformers call it.
 
@@ -120,7 +120,7 @@ def mask_of_window(window: int | None) -> Mask:
     return Mask() if window is None else Mask(window_left=window - 1)
 
 
-def mask_of_layer(given: Any, window: int | None) -> Mask:
+def mask_of_layer(given: object, window: int | None) -> Mask:
     """Returns the mask of a layer.
 
     Args:

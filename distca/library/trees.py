@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distca.library.documents import check_integer, check_tokens, check_weights
 from distca.plan.paths import LEAST_SHARED
@@ -60,7 +60,7 @@ class Rollout:
         return _rollout, (self.tokens.numpy(), weights)
 
 
-def _rollout(tokens: Any, weights: Any) -> Rollout:
+def _rollout(tokens: Int64s, weights: NDArray[np.float32] | None) -> Rollout:
     """Makes a rollout of arrays: tensors would take a file each on the way between processes."""
     of = None if weights is None else torch.from_numpy(weights)
     return Rollout(torch.from_numpy(tokens), of)
@@ -166,8 +166,8 @@ class Tree:
 
 
 def _tree_of(
-    tokens: Any,
-    weights: Any,
+    tokens: Int64s,
+    weights: NDArray[np.float32],
     token_counts: list[int],
     weight_counts: list[int],
     parents: tuple[int, ...],

@@ -9,7 +9,7 @@ import logging
 import math
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -20,6 +20,14 @@ logger = logging.getLogger(__name__)
 
 class NixlError(RuntimeError):
     """Raised if NIXL cannot be used here, or not with a peer any more; the message says why."""
+
+
+class NixlWrite(Protocol):
+    """A write that has begun, as NIXL has it."""
+
+    def release(self) -> object:
+        """Ends it, or forgets it once it has ended."""
+        ...
 
 
 class NixlAgent:
@@ -52,7 +60,7 @@ class NixlAgent:
             raise NixlError(f"NIXL cannot start here: {error}") from error
         if "UCX" not in self._agent.backends:
             raise NixlError("NIXL has no UCX here")
-        self._kept: list[tuple[Any, torch.Tensor]] = []
+        self._kept: list[tuple[object, torch.Tensor]] = []
 
     @property
     def metadata(self) -> bytes:
@@ -60,7 +68,7 @@ class NixlAgent:
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
-    def register(self, memory: torch.Tensor) -> Any:
+    def register(self, memory: torch.Tensor) -> object:
         """Lets NIXL read and write memory.
 
         Raises:
@@ -71,7 +79,7 @@ class NixlAgent:
         except self._errors as error:
             raise NixlError(f"NIXL cannot register {memory.nbytes:,} bytes: {error}") from error
 
-    def deregister(self, registered: Any, memory: torch.Tensor | None = None) -> None:
+    def deregister(self, registered: object, memory: torch.Tensor | None = None) -> None:
         """Undoes `register`: what peers still write to the memory fails on their side.
 
         Args:
@@ -125,7 +133,7 @@ class NixlAgent:
             for message in messages
         ]
 
-    def write(self, source: torch.Tensor, landing: Landing, slot: int, message: bytes) -> Any:
+    def write(self, source: torch.Tensor, landing: Landing, slot: int, message: bytes) -> NixlWrite:
         """Begins to write memory into a slot; the message follows the bytes.
 
         Args:
@@ -135,7 +143,7 @@ class NixlAgent:
             message: notification that the other agent gets when the write has ended.
 
         Returns:
-            A handle for `is_written`.
+            The write, for `is_written`.
 
         Raises:
             NixlError: the other agent cannot be reached.
@@ -154,7 +162,7 @@ class NixlAgent:
             raise NixlError("a write of NIXL fails")
         return handle
 
-    def is_written(self, handle: Any) -> bool:
+    def is_written(self, handle: NixlWrite) -> bool:
         """Returns whether a write has ended, and forgets it then.
 
         Raises:
@@ -170,7 +178,7 @@ class NixlAgent:
             raise NixlError("a write of NIXL fails")
         return bool(state == "DONE")
 
-    def give_up(self, handle: Any) -> bool:
+    def give_up(self, handle: NixlWrite) -> bool:
         """Ends a write; returns whether nothing of it is under way any more."""
         try:
             handle.release()

@@ -12,14 +12,14 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
 import zmq
 
 from distca.prefill.messages import InSlot, Landing, Receiving, Rows, SlotFree, decoder, encode
-from distca.prefill.nixl import NixlAgent, NixlError, slot_rows
+from distca.prefill.nixl import NixlAgent, NixlError, NixlWrite, slot_rows
 from distca.schedule.serving.handoff.protocol import Transfer
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class _Slot:
     """
 
     rows: Rows
-    write: Any = None
+    write: NixlWrite | None = None
     written: bool = False
     taken: bool = False
 
@@ -192,7 +192,10 @@ class NixlConnection:
     def pump(self) -> None:
         """See `Connection`."""
         for number, slot in list(self._slots.items()):
-            if not slot.written and self._agent.is_written(slot.write):
+            if slot.written:
+                continue
+            assert slot.write is not None, "a write that fails at once ends the connection"
+            if self._agent.is_written(slot.write):
                 slot.written = True
                 self._give_back(number)
         while self._waiting and self._free:

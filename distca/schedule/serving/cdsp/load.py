@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distca.json_files import read_text
 from distca.whole_file import write_text
@@ -74,7 +73,7 @@ class ImprovementRates:
         """
         text = read_text(path, "give a JSON object of improvement rates by arrivals a second")
         try:
-            saved: Any = json.loads(text)
+            saved = json.loads(text)
             return cls({float(arrivals): _growth(given) for arrivals, given in saved.items()})
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
@@ -83,7 +82,7 @@ class ImprovementRates:
             ) from error
 
 
-def _growth(given: Any) -> Growth:
+def _growth(given: float | list[float]) -> Growth:
     return (float(given[0]), int(given[1])) if isinstance(given, list) else float(given)
 
 
