@@ -16,6 +16,7 @@ from distca.commands.command_line import Parser, write_on
 from distca.commands.described import add_selection_flags
 from distca.commands.engine_flags import (
     add_block_size_flag,
+    add_dtype_flag,
     add_exchange_flags,
     add_machine_flags,
     add_timeout_flag,
@@ -23,14 +24,17 @@ from distca.commands.engine_flags import (
     check_exchange,
     check_machine_flags,
     check_timeout,
+    served_dtype,
 )
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
 from distca.commands.rank_groups import add_group_flags, served_groups
-from distca.commands.served_chain import tell_of_lengths
-from distca.commands.served_dtype import add_dtype_flag, served_dtype
-from distca.commands.served_layouts import served_split
 from distca.commands.served_sparsity import add_sparsity_flags, refuse_check
-from distca.commands.served_strategy import served_owners, served_strategy
+from distca.commands.served_strategy import (
+    served_owners,
+    served_split,
+    served_strategy,
+    tell_of_lengths,
+)
 from distca.progress import progress
 from distca.schedule.serving import STRATEGIES
 from distca.schedule.serving.balanced import BalancedTiles

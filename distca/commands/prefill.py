@@ -14,16 +14,17 @@ from distca.commands.chosen_sparsity import add_calibration_flags
 from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
 from distca.commands.engine_flags import (
+    add_dtype_flag,
     add_machine_flags,
     add_pool_flags,
     add_timeout_flag,
     check_counts,
     check_machine_flags,
     check_timeout,
+    served_dtype,
 )
 from distca.commands.prefill_model import add_model_flags, read_prefill_model
 from distca.commands.rank_groups import add_group_flags, served_groups
-from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_sparsity_flags
 from distca.commands.served_strategy import served_owners, served_strategy
 from distca.lifetime import check_processes, end_with_torchrun

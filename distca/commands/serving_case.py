@@ -18,9 +18,8 @@ from distca.commands.described import (
     overheads_of,
 )
 from distca.commands.fewest_ranks import AUTO
-from distca.commands.served_chain import SEARCHED
-from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import near_to_far
+from distca.commands.served_strategy import SEARCHED, SP_TP
 from distca.cost.kernel_time import CostModel
 from distca.cost.profile import Profile
 from distca.plan import Mask, Placement, SteppedPlan

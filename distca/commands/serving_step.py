@@ -31,9 +31,8 @@ from distca.commands.described import (
 )
 from distca.commands.fewest_ranks import add_ranks_flag
 from distca.commands.layout_step import plan_layouts, simulate_layouts
-from distca.commands.served_chain import SEARCHED
-from distca.commands.served_layouts import layout_choice
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags
+from distca.commands.served_strategy import SEARCHED, layout_choice
 from distca.commands.serving_case import Kind, read_case
 from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
 from distca.cost.volume import AttentionShape

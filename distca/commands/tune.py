@@ -17,8 +17,12 @@ import numpy as np
 
 from distca.commands import html_page, tune_groups, tune_overlap, tune_page, tune_sparsity
 from distca.commands.command_line import Parser, check_outputs, unknown
-from distca.commands.engine_flags import check_counts, check_machine_flags
-from distca.commands.served_dtype import add_dtype_flag, served_dtype
+from distca.commands.engine_flags import (
+    add_dtype_flag,
+    check_counts,
+    check_machine_flags,
+    served_dtype,
+)
 from distca.commands.tune_page import FoundPartition
 from distca.plan.span import Floats, Int64s
 from distca.progress import Progress, progress, track

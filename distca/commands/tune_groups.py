@@ -12,8 +12,7 @@ from pathlib import Path
 
 from distca.commands import html_page, tune_page
 from distca.commands.command_line import Parser, check_outputs
-from distca.commands.engine_flags import check_counts
-from distca.commands.served_dtype import add_dtype_flag, served_dtype
+from distca.commands.engine_flags import add_dtype_flag, check_counts, served_dtype
 from distca.progress import track
 from distca.schedule.serving.cdsp import Prefill, PrefillModel, Search, published_model
 from distca.schedule.serving.cdsp.growing import GrowingGroups

@@ -13,7 +13,7 @@ import numpy as np
 
 from distca.commands import html_page, tune_page
 from distca.commands.command_line import Parser, check_outputs
-from distca.commands.served_dtype import add_dtype_flag, served_dtype
+from distca.commands.engine_flags import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_node_parts_flag
 from distca.cost.link import Links
 from distca.progress import progress

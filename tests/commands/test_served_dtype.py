@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from distca.commands.engine_flags import served_dtype
 from distca.commands.main import main
-from distca.commands.served_dtype import served_dtype
 
 COMMANDS = [
     "generate no-model --prompt A --dtype float32",

@@ -12,7 +12,7 @@ import torch
 
 from distca.commands.generate import build_parser as generate_parser
 from distca.commands.main import main
-from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_strategy import served_chain, tell_of_lengths
 from distca.commands.tune import FORMS
 from distca.inference.config import EngineConfig
 from distca.inference.models import read_model

@@ -98,7 +98,7 @@ def answers_of(
     import torch.distributed as dist
 
     from distca.attention import torch_cpu
-    from distca.commands.served_dtype import served_dtype
+    from distca.commands.engine_flags import served_dtype
     from distca.inference import rank_processes
     from distca.inference.defaults import configure
     from distca.inference.messages import AddRequest

@@ -49,7 +49,7 @@ DECODE = "distca/runtime/serving/decode_exchange.py"
 BLOCKERS = {
     "answers are computed in float32 by default": Blocker(
         "answers",
-        "distca/commands/served_dtype.py",
+        "distca/commands/engine_flags.py",
         """given or ("bfloat16" if on_gpus else "float32")""",
         """given or "float32\"""",
         "only supports fp16 and bf16",
