@@ -18,9 +18,10 @@ A request meets seven files, in this order:
   plans. A `LayerWatch` is called after each layer: prefill ranks send its keys and values then.
   From here on it is the runtime's: `distca/runtime/serving`.
 
-With what these call, a request passes 50 files of `distca` on one rank on CPUs, 18 of them here and
-in `distca/schedule/serving`, and 54 on two ranks. The others are of plans, costs, the runtime,
-transports and kernels; training uses most of them, too.
+With what these call, a request passes 50 files of `distca` on one rank on CPUs, and 54 on two.
+Inference's own are 22 of the 50: they lie here, in `distca/schedule/serving` and in
+`distca/runtime/serving`. The other 28 are of plans, costs, the runtime, transports and kernels;
+training uses most of them, too.
 
 Where is what:
 
