@@ -9,6 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_patches.flags.contradictions import check_contradictions
+
 _PATHS = (
     "save",
     "load",
@@ -52,6 +54,7 @@ def check_required(args: Namespace) -> None:
             f"--moe-router-topk {args.moe_router_topk} is more than --num-experts "
             f"{args.num_experts}: a token goes to different experts"
         )
+    check_contradictions(args)
     _check_schedule(args)
 
 

@@ -66,8 +66,10 @@ def test_windows_on_some_layers() -> None:
     ("flags", "message"),
     [
         ("--tensor-model-parallel-size 3", "Megatron-LM refuses the flags: world size .4. is not"),
-        # An assertion without a message.
-        ("--num-attention-heads 7", "refuses the flags: it needs `args.hidden_size % args.num_att"),
+        (
+            "--num-attention-heads 7",
+            "--hidden-size 64 is not a multiple of --num-attention-heads 7",
+        ),
         ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
         ("--seq-length 200", "not a multiple of the attention block of 128: use 128"),
         ("--window-size 100,5", "the second number must be 0"),

@@ -26,7 +26,12 @@ MISTAKES = [
     ("no number", "--lr fast", "--lr: invalid float value: 'fast'", "invalid float"),
     ("a value alone", "--lr 1 twelve", "unrecognized arguments: twelve", "twelve"),
     ("another choice", "--normalization Norm", "invalid choice: 'Norm'", "choose from"),
-    ("heads", "--num-attention-heads 6", "Megatron-LM refuses the flags", "hidden_size % args.num"),
+    (
+        "heads",
+        "--num-attention-heads 6",
+        "--hidden-size 64 is not a multiple of --num-attention-heads 6",
+        "give --hidden-size 60 or 66, other heads, or --kv-channels",
+    ),
     ("world size", "--tensor-model-parallel-size 4", "Megatron-LM refuses", "not divisible by"),
     (
         "a batch that ranks cannot share",
