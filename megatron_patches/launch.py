@@ -84,7 +84,7 @@ def _check(args: Namespace) -> str:
     sys.stderr.write("checking flags and files\n")
     written = []
     with (
-        progress("python -m megatron_patches.launch", doing="still checking") as shown,
+        progress("python -m megatron_patches.launch", doing="checking") as shown,
         subprocess.Popen(
             [*command, *args.training_script_args],
             stdout=subprocess.DEVNULL,
@@ -96,7 +96,7 @@ def _check(args: Namespace) -> str:
         for line in process.stderr:
             written.append(line)
             if line.startswith(STEP):
-                shown.describe(f"still {line.strip()}")
+                shown.describe(line.strip())
     # What a check cannot tell, the ranks do.
     _, found, message = "".join(["\n", *written]).rpartition("\nerror: ")
     if found and process.returncode == 2:

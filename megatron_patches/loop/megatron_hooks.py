@@ -30,14 +30,17 @@ from megatron_patches.loop.data import build_data
 from megatron_patches.loop.finite import check_weights
 from megatron_patches.loop.from_hugging_face import set_first_weights, with_model_flags
 from megatron_patches.loop.launcher import kill_leftovers
-from megatron_patches.loop.messages import exit_with_message, leave_out_repetitions
+from megatron_patches.loop.messages import (
+    exit_with_message,
+    leave_out_repetitions,
+    show_our_messages,
+)
 from megatron_patches.loop.run import (
     LoopRun,
     arguments_with_vocabulary,
     asks_for_distca,
     checked,
     refuse_in_a_line,
-    show_our_messages,
 )
 from megatron_patches.mcore_fixes import escape_percent_signs
 from megatron_patches.model.latent_attention import softmax_scale

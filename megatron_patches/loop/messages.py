@@ -68,6 +68,16 @@ def message_level(rank: int) -> int:
     return logging.INFO if rank == 0 else logging.WARNING
 
 
+def show_our_messages(rank: int, environment: Mapping[str, str]) -> None:
+    """Shows what DistCA logs, and leaves Megatron-LM's logging as it is."""
+    for package in ("distca", "megatron_patches"):
+        ours = logging.getLogger(package)
+        if not ours.handlers:
+            ours.handlers = message_handlers(rank, environment)
+            ours.setLevel(message_level(rank))
+            ours.propagate = False
+
+
 class FirstReads(logging.Filter):
     """Passes what megatron-core says of an index when it reads it first: each split reads each."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
 from megatron_patches.loop.evaluation import Evaluation
 from megatron_patches.loop.late_ranks import RankWatch, watch_ranks
-from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.loop.messages import exit_with_message, show_our_messages
 from megatron_patches.loop.save_lock import SaveLock
 from megatron_patches.loop.step_log import StepLog
 from megatron_patches.model.features import check_features
@@ -203,16 +202,6 @@ def arguments_with_vocabulary() -> Namespace:
     from megatron.training import get_args, get_tokenizer
 
     return Namespace(**vars(get_args()) | {"vocab_size": get_tokenizer().vocab_size})
-
-
-def show_our_messages(rank: int, environment: Mapping[str, str]) -> None:
-    """Shows what DistCA logs, and leaves Megatron-LM's logging as it is."""
-    for package in ("distca", "megatron_patches"):
-        ours = logging.getLogger(package)
-        if not ours.handlers:
-            ours.handlers = message_handlers(rank, environment)
-            ours.setLevel(message_level(rank))
-            ours.propagate = False
 
 
 def _condition(line: str) -> str:

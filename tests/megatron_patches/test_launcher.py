@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from distca import progress
 from megatron_patches import launch
-from megatron_patches.check_run import check
+from megatron_patches.check_run import STEPS, check
 from megatron_patches.check_run import main as check_main
 from support.pretraining import FLAGS, ROOT, TOKENIZER
 
@@ -39,8 +39,8 @@ def test_wrong_flags_start_no_rank(
     assert started == []
     out, err = capfd.readouterr()
     assert out == ""
-    # On a loaded machine a line every 10 s says that it still checks.
-    assert [line for line in err.splitlines() if "still checking" not in line] == [
+    # On a loaded machine a line every 10 s says what it checks.
+    assert [line for line in err.splitlines() if ", checking" not in line] == [
         "checking flags and files",
         "error: --lr-warmup-iters 200 must be less than --train-iters 3",
     ]
@@ -53,7 +53,7 @@ def test_lines_say_what_is_being_checked(
     assert launch.main([SCRIPT, "--num-layers", "none"]) == 2
     assert started == []
     first = capfd.readouterr().err.splitlines()[1]
-    assert re.fullmatch(r".*launch: 0:\d\d, still checking.*", first), first
+    assert re.fullmatch(r".*launch: 0:\d\d, checking.*", first), first
 
 
 def test_each_step_is_told(tmp_path: Path) -> None:
@@ -63,13 +63,7 @@ def test_each_step_is_told(tmp_path: Path) -> None:
     data = str(tmp_path / "data")
     with pytest.raises(ValueError, match=r"data\.idx is not an index"):
         check([*TOKENIZER, *FLAGS, "--data-path", data, "--train-iters", "3"], 2, told.append)
-    assert told == [
-        "names of data",
-        "importing Megatron-LM",
-        "flags",
-        "tokenizer",
-        "data, checkpoint and folders",
-    ]
+    assert told == list(STEPS)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,7 @@ def test_missing_data_is_found_before_megatron_is_imported(flags: str, corpus: s
     told: list[str] = []
     with pytest.raises(ValueError, match=r"^none\.idx does not exist"):
         check([*FLAGS, *flags.format(there=corpus).split()], 2, told.append)
-    assert told == ["names of data"]
+    assert told == [STEPS[0]]
 
 
 @pytest.mark.parametrize("flags", ["--data-path s3://bucket/none", "--data-path none --sft"])
@@ -113,8 +107,14 @@ def test_one_process_finds_what_is_wrong(
     assert check_main(["--ranks", "2", "--", *given]) == (0 if message is None else 2)
     lines = capsys.readouterr().err.splitlines()
     if message is None:
-        assert all(line.startswith("checking: ") for line in lines)
-        assert lines[-1] == "checking: nothing wrong was found"
+        assert lines == [
+            "checking: flags of DistCA and names of data (checks so far passed; 5 left)",
+            "checking: importing Megatron-LM (checks so far passed; 4 left)",
+            "checking: flags (checks so far passed; 3 left)",
+            "checking: tokenizer (checks so far passed; 2 left)",
+            "checking: data, checkpoint and folders (checks so far passed; 1 left)",
+            "checking: all checks passed",
+        ]
     else:
         assert lines[-1].startswith("error: ")
         assert message in lines[-1]
