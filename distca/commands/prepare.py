@@ -41,29 +41,43 @@ def prepare(args: Namespace) -> str:
     """Runs the command; returns its summary.
 
     Raises:
-        ValueError: a flag contradicts another, or an input or tokenizer cannot be read.
+        ValueError: a flag contradicts another, an input or tokenizer cannot be read, or files
+            would be replaced without `--force`.
     """
     prefix: Path = args.output_prefix
     files = find_files(args.input)
     _check_flags(args)
     folder, left_out = Path(f"{prefix}_tokenizer"), Path(f"{prefix}_left_out.txt")
-    written = {Path(f"{prefix}{suffix}") for suffix in SUFFIXES}
-    written |= {left_out, *(folder / name for name in TOKENIZER_FILES)}
-    overwritten = {file.resolve() for file in files} & {file.resolve() for file in written}
+    written = [Path(f"{prefix}{suffix}") for suffix in SUFFIXES]
+    if args.train_tokenizer is not None:
+        written += [folder / name for name in TOKENIZER_FILES]
+    overwritten = {file.resolve() for file in files} & {
+        file.resolve() for file in (*written, left_out)
+    }
     if overwritten:
         raise ValueError(
             f"--input {min(overwritten)} would be overwritten: give another --output-prefix"
         )
     check_output("--output-prefix", left_out)
-    replaced = any(file.exists() for file in written)
+    replaced = [file for file in written if file.exists()]
+    if replaced and not args.force:
+        raise ValueError(
+            f"{replaced[0]} exists: give --force to replace it, or another --output-prefix"
+        )
     reader = _Reader(files, args.json_key, args.bad_text == "refuse")
 
     with _naming(prefix), sole_writer(prefix) as unfinished:
         model, trained = args.tokenizer_model, unfinished / "tokenizer"
         if args.train_tokenizer is not None:
             with reader.showing("train tokenizer") as shown:
-                train_tokenizer(reader.documents(shown), args.train_tokenizer, trained)
+                entries = train_tokenizer(reader.documents(shown), args.train_tokenizer, trained)
             model = str(trained)
+            if entries < args.train_tokenizer:
+                sys.stderr.write(
+                    f"distca prepare: the tokenizer has {entries:,} entries instead of "
+                    f"{args.train_tokenizer:,}, as the text has no more pairs of tokens to merge; "
+                    "training reads the number from the tokenizer, so no flag changes\n"
+                )
         tokenizer = build_tokenizer(args.tokenizer_type, model, args.vocab_size)
         try:
             with reader.showing("tokenize") as shown:
@@ -238,6 +252,11 @@ def build_parser() -> Parser:
         metavar="N",
         help="Train a byte-level BPE tokenizer of N tokens on the input, instead of using "
         "--tokenizer-model. It is written to the folder PREFIX_tokenizer.",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="Replace the files of an earlier run. Without this flag they are an error.",
     )
     parser.add_argument(
         "--bad-text",

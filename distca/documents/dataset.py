@@ -33,8 +33,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """Files of a tokenizer's folder. `transformers`, and so Megatron-LM's loop, wants both."""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
     """Trains a byte-level BPE tokenizer on texts and saves it as the `TOKENIZER_FILES` of a folder.
+
+    Returns:
+        Entries of its vocabulary: fewer than `vocab_size` if the texts have no more pairs to merge.
 
     Raises:
         ValueError: the vocabulary has no room for the 256 bytes and the end token.
@@ -61,6 +64,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     write_text(model, tokenizer.to_str(pretty=True))
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
     write_text(config, json.dumps(described, indent=2) + "\n")
+    return int(tokenizer.get_vocab_size())
 
 
 @contextlib.contextmanager

@@ -98,6 +98,7 @@ def commands(model: str, folder: Path) -> dict[str, list[str]]:
     chain = ["--lengths", "256", "--measure", "cpu", "--output", str(folder / "chain.json")]
     calibration = ["--prompts", str(prompts), "--output", str(folder / "calibration.json")]
     tokens = ["--tokenizer-type", "ByteLevelTokenizer", "--output-prefix", str(folder / "tokens")]
+    tokens.append("--force")
     return {
         "plan": plan.split(),
         "simulate": [*job.split(), "--cluster", "dgx-h200"],

@@ -100,6 +100,35 @@ def test_json_lines_to_a_tokenizer_trained_on_the_spot(jsonl, tmp_path):
         Corpus(str(prefix), vocab_size=281)
 
 
+def test_a_trained_tokenizer_is_not_replaced_either(tmp_path, capsys):
+    given = ["--input", __file__, "--output-prefix", tmp_path / "bpe", "--train-tokenizer=300"]
+    command(*given)
+    tokenizer = (tmp_path / "bpe_tokenizer" / "tokenizer.json").read_bytes()
+    for suffix in (".bin", ".idx", ".json"):
+        Path(f"{tmp_path / 'bpe'}{suffix}").unlink()
+    with pytest.raises(SystemExit):
+        command(*given[:-1], "--train-tokenizer=290")
+    assert "bpe_tokenizer/tokenizer.json exists: give --force" in capsys.readouterr().err
+    assert (tmp_path / "bpe_tokenizer" / "tokenizer.json").read_bytes() == tokenizer
+    # This one writes no tokenizer.
+    command(*given[:-1], "--tokenizer-model", tmp_path / "bpe_tokenizer")
+
+
+def test_a_smaller_vocabulary_than_wanted_is_told(tmp_path, capsys):
+    (tmp_path / "few.txt").write_text("a few words, a few words")
+    given = ["--input", tmp_path / "few.txt", "--output-prefix", tmp_path / "few"]
+    command(*given, "--train-tokenizer", 32000)
+    entries = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "few_tokenizer")).vocab_size
+    assert 257 < entries < 300
+    assert (
+        f"distca prepare: the tokenizer has {entries} entries instead of 32,000, as the text has "
+        "no more pairs of tokens to merge; training reads the number from the tokenizer, so no "
+        "flag changes\n"
+    ) in capsys.readouterr().err
+    command(*given, "--train-tokenizer", entries, "--force")
+    assert "entries" not in capsys.readouterr().err
+
+
 def test_megatron_s_own_tokenizer_gives_the_ids_of_ours(tmp_path):
     pytest.importorskip("transformers")
     from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import (
@@ -199,7 +228,7 @@ def test_bad_input_is_told_and_leaves_the_older_dataset(
     command("--input=older.txt", "--output-prefix=old", "--tokenizer-type=ByteLevelTokenizer")
     before = {path.name: path.read_bytes() for path in tmp_path.glob("old*")}
     with pytest.raises(SystemExit) as exit_status:
-        command(*arguments, "--output-prefix", "old")
+        command(*arguments, "--output-prefix", "old", "--force")
     assert exit_status.value.code == 2
     assert re.search(message, capsys.readouterr().err)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("old*")} == before
@@ -231,7 +260,7 @@ def test_a_name_that_another_process_writes_is_refused(tmp_path, monkeypatch, ca
     # The lock went with its holder.
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    assert command("--input=second.txt", *flags) == 0
+    assert command("--input=second.txt", *flags, "--force") == 0
     assert documents_of(Path("s")) == [[*b"second", 256]]
 
 
@@ -284,13 +313,21 @@ def test_what_is_no_utf_8_text_is_named_and_left_out_or_refused(tmp_path, monkey
     assert re.match(r"out: 3 documents, \d+ tokens; left out: 6; --split ", captured.out)
     listed = [fault for _, told in faults.values() for fault in told.splitlines()]
     assert Path("out_left_out.txt").read_text().splitlines() == listed
-    assert len(captured.err.splitlines()) == 4
+    told = captured.err.partition("distca prepare: left out ")[2]
+    assert len(told.splitlines()) == 4
     assert listed[0] in captured.err
     tokenizer = build_tokenizer("HuggingFaceTokenizer", "out_tokenizer")
     texts = [tokenizer.detokenize(ids[:-1]) for ids in documents_of(Path("out"))]
     assert texts == ["good", "\U0001f600", "marked"]
-    # The same again replaces the files, and says so.
-    assert command(*given, "--train-tokenizer=300") == 0
+    # The same again replaces the files if it is to, and says so.
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*.*")}
+    with pytest.raises(SystemExit):
+        command(*given, "--train-tokenizer=300")
+    assert capsys.readouterr().err == (
+        "distca prepare: out.bin exists: give --force to replace it, or another --output-prefix\n"
+    )
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*.*")} == before
+    assert command(*given, "--train-tokenizer=300", "--force") == 0
     assert capsys.readouterr().out.endswith("; the files of an earlier run were replaced\n")
 
     for name, (_, told) in faults.items():
@@ -307,7 +344,7 @@ def test_what_is_no_utf_8_text_is_named_and_left_out_or_refused(tmp_path, monkey
         capsys.readouterr().err
     )
     # A list that is no longer true does not stay.
-    command("--input", "in/f.txt", "--output-prefix", "out", "--train-tokenizer=300")
+    command("--input", "in/f.txt", "--output-prefix", "out", "--train-tokenizer=300", "--force")
     assert not Path("out_left_out.txt").exists()
 
 
