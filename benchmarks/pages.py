@@ -29,6 +29,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], rule: str = "--
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def medians(rounds: int) -> str:
+    """Returns of how many rounds the figures of a page are, as a part of a sentence.
+
+    Args:
+        rounds: number of rounds; a single one has no spread.
+    """
+    return "one round, so without a spread" if rounds == 1 else f"medians of {rounds} rounds"
+
+
 def typed(script: str, launcher: str = "python") -> str:
     """Returns the command of this process as a user types it, with DIR for folders, and "DIR ..."
     for those of earlier runs.

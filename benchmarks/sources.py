@@ -27,7 +27,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from distca.machine import cpu_name
+from distca.machine import machine_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("benchmarks", "distca", "megatron_patches")
@@ -60,7 +60,7 @@ def provenance() -> str:
     times = os.times()
     seconds = round(times.user + times.system + times.children_user + times.children_system)
     today = datetime.now(UTC).date().isoformat()
-    where = f"{', '.join(versions)} on {cpu_name()}"
+    where = f"{', '.join(versions)} on {machine_name()}"
     return f"*Made on {today} from {_commit()} with {where}; {seconds:,} CPU seconds.*"
 
 

@@ -177,8 +177,8 @@ def page(saved: dict[str, Any], rows: list[Row], command: str, profile: Profile)
             f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}, that "
             f"share its cores. Kernels: {profile.description}. {setting.layers} layers of width "
             f"{setting.hidden_size}; {setting.micro_batches} micro-batches of "
-            f"{setting.seq_length:,} tokens a rank; {setting.batches} batches of each mix, medians "
-            f"of {setting.rounds} rounds.",
+            f"{setting.seq_length:,} tokens a rank; {setting.batches} batches of each mix, "
+            f"{pages.medians(setting.rounds)}.",
             "",
             "CPU seconds are those of each batch's busiest rank, and the ratio is plain Megatron's "
             "over them.",

@@ -271,7 +271,7 @@ def report(
         *(
             f"* {s.processes} processes, {s.stages} stages: {s.layers} layers of width "
             f"{s.hidden_size}, {s.micro_batches} micro-batches of {s.seq_length:,} tokens a rank, "
-            f"{s.batches} batches of each mix, {', '.join(s.modes)}; medians of {s.rounds} rounds."
+            f"{s.batches} batches of each mix, {', '.join(s.modes)}; {pages.medians(s.rounds)}."
             for s in settings
         ),
         "",

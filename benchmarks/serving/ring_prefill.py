@@ -269,8 +269,8 @@ def main() -> None:
             "",
             f"{args.tokens:,} tokens, {args.layers} layers of width {args.hidden_size}, fp32, a "
             f"thread each on {cpu_name()}, torch {torch.__version__}. One process, transformers: "
-            f"{one:.2f} CPU s. Busy: link seconds of a step over its kernels'. Medians of "
-            f"{args.rounds} rounds.",
+            f"{one:.2f} CPU s. Busy: link seconds of a step over its kernels'. "
+            f"{pages.medians(args.rounds).capitalize()}.",
             "",
             "| ranks | strategy | busy | Mbit/s | CPU s, most of a rank | of the ideal "
             "| wall, in steps over signal | single-stream over signal |",

@@ -287,7 +287,7 @@ def page(setting: Setting, figures: dict[str, Any]) -> str:
         f"{model['kv_heads']} key-value heads of {model['head_dim']}; tensor size "
         f"{setting.tensor_parallel}, {setting.stages} stages; {setting.micro_batches} "
         f"micro-batches of {setting.seq_length:,} tokens a rank; {setting.batches} batches of each "
-        f"mix, medians of {setting.rounds} rounds. What the columns mean: "
+        f"mix, {pages.medians(setting.rounds)}. What the columns mean: "
         "`benchmarks/training/throughput.py`.",
         "",
         table(setting, figures["mixes"]),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages, sources
+from distca import machine
 
 
 @pytest.fixture
@@ -76,3 +77,30 @@ def test_every_page_says_which_code_made_it() -> None:
     """By a digest, or by the commit where it is older."""
     _, unmarked = sources.stale_pages(pages.RESULTS)
     assert [name for name, commit in unmarked.items() if commit is None] == []
+
+
+def test_pages_say_on_which_machine_they_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpus, memory = tmp_path / "cpuinfo", tmp_path / "meminfo"
+    cpus.write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel\t\t: 18\n")
+    memory.write_text("MemTotal:       24683652 kB\nMemFree:  1 kB\n")
+    monkeypatch.setattr(machine, "_CPUS", cpus)
+    monkeypatch.setattr(machine, "_MEMORY", memory)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    name = "AMD EPYC (family 25, model 17), 2 cores, 25 GB of memory"
+    assert machine.machine_name() == name
+    assert f" on {name}; " in sources.provenance()
+    assert sources.seconds_of(sources.provenance()) is not None
+    # Elsewhere than on Linux.
+    for file in (cpus, memory):
+        file.unlink()
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert machine.machine_name() == f"{machine.cpu_name()}, 1 core"
+
+
+def test_one_round_is_no_median() -> None:
+    assert pages.medians(3) == "medians of 3 rounds"
+    assert pages.medians(1) == "one round, so without a spread"
+    for page in pages.RESULTS.rglob("*.md"):
+        assert "edians of 1 round" not in page.read_text(), page
