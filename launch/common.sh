@@ -78,6 +78,25 @@ telling() {
     wait "$process"
 }
 
+# passing_on SECONDS WHAT: copies lines. Whenever none has come for as many seconds it says on standard
+# error how long WHAT, such as "training", has run.
+passing_on() {
+    local line begun=$SECONDS part=
+    while true; do
+        if IFS= read -r -t "$1" line; then
+            printf '%s\n' "$part$line"
+            part=
+        elif [ $? -gt 128 ]; then
+            # No whole line in time.
+            part+=$line
+            echo "  $(seconds_as_text $((SECONDS - begun))), $2" >&2
+        else
+            printf '%s' "$part$line"
+            return
+        fi
+    done
+}
+
 # whole_number NAME VALUE: ends the script unless the value is a whole number of at least 1.
 whole_number() {
     [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 $2: give a number of at least 1"

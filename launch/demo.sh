@@ -23,7 +23,10 @@ export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1
 # The demo is float32, so that its losses compare from machine to machine; on GPUs --distca needs
 # bf16, and four processes as many GPUs.
 export CUDA_VISIBLE_DEVICES=
-$dry_run || .venv/bin/python -m data.demo_corpus --output-dir demo/data
+if ! $dry_run; then
+    .venv/bin/python -m data.demo_corpus --output-dir demo/data &
+    telling $! echo "making the corpus"
+fi
 
 # A quarter of the tokens are of documents that are as long as a rank's tokens, the others of short
 # ones. The model is narrow, so that core attention is a large part of a step, as in long training.
@@ -52,7 +55,7 @@ without_arguments() {
 }
 "${start[@]}" "${launcher[@]}" pretrain_gpt.py --distca "${flags[@]}" \
     --eval-iters 2 --save demo/checkpoints --tensorboard-dir demo/tensorboard/distca "${more[@]}" |
-    without_arguments
+    without_arguments | passing_on 10 "training with DistCA"
 
 # Without --distca the same command is plain Megatron. These flags win over those passed on.
 plain=(
@@ -78,7 +81,8 @@ plain_iteration() {
 "${plain[@]}" >demo/plain.log 2>&1 &
 telling $! plain_iteration || { tail -n 20 demo/plain.log >&2 && exit 1; }
 .venv/bin/python -m data.demo_report --distca demo/tensorboard/distca \
-    --plain demo/tensorboard/plain --output demo/report.png -- "${flags[@]}" "${more[@]}"
+    --plain demo/tensorboard/plain --output demo/report.png -- "${flags[@]}" "${more[@]}" &
+telling $! echo "making the report"
 
 # With flags of one's own it may be no Llama any more, which the command says.
 # Its folder is the demo's own, which another run writes anew.

@@ -59,7 +59,7 @@ FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__", "distca.runtime.ser
 # From below: each floor of training may import those before it.
 TRAINING = """
     versions checkpoint_data cpu mcore_fixes flags families model batches pipeline loop hooks
-    megatron_lm parts pretrain check_run launch convert
+    megatron_lm parts pretrain check_run launcher launch convert
 """.split()
 for floor in TRAINING:
     below = {f"megatron_patches.{each}" for each in TRAINING[: TRAINING.index(floor)]}

@@ -12,11 +12,14 @@ from distca.commands.convert import build_parser, check_arguments
 from distca.lifetime import end_with_parent
 from distca.progress import progress
 from distca.wording import install
-from megatron_patches.mcore_fixes import leave_out_messages_of_a_run, leave_out_warnings_of_calls
 
 
 def convert(given: Namespace, told: Callable[[str], None]) -> str:
     """Runs the command; returns what it prints.
+
+    Args:
+        given: arguments of the command.
+        told: function that is called with what is being done.
 
     Raises:
         ValueError: something cannot be converted, or the models differ on the sample of `--check`.
@@ -32,6 +35,7 @@ def convert(given: Namespace, told: Callable[[str], None]) -> str:
     from megatron_patches.convert.to_hugging_face import to_hugging_face
     from megatron_patches.convert.to_megatron import to_megatron
 
+    told("reading")
     lines = []
     if given.checkpoint is None:
         folder, checkpoint = given.model, given.to
@@ -70,11 +74,14 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron_patches").setLevel(logging.INFO)
-    leave_out_warnings_of_calls()
-    leave_out_messages_of_a_run()
     try:
         check_arguments(given)
-        with progress(parser.prog, doing="reading") as shown:
+        with progress(parser.prog, doing="importing Megatron-LM") as shown:
+            # Here, as it imports torch, which takes long where other processes run.
+            from megatron_patches import mcore_fixes
+
+            mcore_fixes.leave_out_warnings_of_calls()
+            mcore_fixes.leave_out_messages_of_a_run()
             out = convert(given, shown.describe)
     except (ValueError, ImportError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

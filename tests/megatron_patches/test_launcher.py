@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from distca import progress
-from megatron_patches import launch
+from megatron_patches import launch, launcher
 from megatron_patches.check_run import STEPS, check
 from megatron_patches.check_run import main as check_main
 from support.pretraining import FLAGS, ROOT, TOKENIZER
@@ -26,7 +26,7 @@ SCRIPT = str(ROOT / "pretrain_gpt.py")
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Namespace]:
     """What would be started by torchrun."""
     runs: list[Namespace] = []
-    monkeypatch.setattr(launch, "run", runs.append)
+    monkeypatch.setattr(launcher, "run", runs.append)
     return runs
 
 
@@ -149,7 +149,7 @@ def test_ends_in_one_line(
     def run(args: Namespace) -> None:
         raise error
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launcher, "run", run)
     assert launch.main(["a.py"]) == status
     assert capsys.readouterr().err == line
 
@@ -185,7 +185,7 @@ def test_a_rank_that_was_killed_is_the_cause(
     def run(args: Namespace) -> None:
         raise ChildFailedError("a.py", {0: explained, 1: other})
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launcher, "run", run)
     assert launch.main(["a.py"]) == (1 if "rank 0" in line else 128 + killed)
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
@@ -200,6 +200,6 @@ def test_a_rank_that_the_launcher_killed_late_is_not_the_cause(
     def run(args: Namespace) -> None:
         raise ChildFailedError("a.py", failures)
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launcher, "run", run)
     assert launch.main(["a.py"]) == 3
     assert capsys.readouterr().err.startswith("error: rank 0 of a.py ended with exit code 3")
