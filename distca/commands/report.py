@@ -13,13 +13,14 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distca.commands import html_page
 from distca.commands.command_line import Parser, check_output
+from distca.commands.report_losses import LossComparison
 from distca.commands.report_page import page_of
 from distca.plan import Plan, load_plan
 from distca.run_figures import (
@@ -124,6 +125,12 @@ class Files:
     trace: Mapping[str, list[TimelineEvent]]
     plan: tuple[Plan, dict[str, Any]] | None
 
+    def compared_losses(self) -> LossComparison | None:
+        """Returns the losses of the iterations that all runs logged; None: no iteration is of
+        all of them."""
+        planned = [run.name for run in self.runs if AFTER in run.scalars]
+        return LossComparison.of({run.name: run.losses for run in self.runs}, planned)
+
 
 def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
@@ -152,7 +159,9 @@ def main(argv: list[str]) -> int:
         sys.stdout.write("\n".join([answer(files), *_table(files)]) + "\n")
     if args.html is not None:
         command = f"distca report {shlex.join(argv)}"
-        page = page_of(command, answer(files), figures, files.trace, files.plan)
+        compared = files.compared_losses()
+        said = "" if compared is None else compared.sentence()
+        page = page_of(command, answer(files), figures, said, files.trace, files.plan)
         html_page.write_page(args.html, page)
     return 0
 
@@ -235,12 +244,14 @@ def seconds_of(spans: list[TimelineEvent]) -> dict[str, float]:
 
 def figures_of(files: Files) -> dict[str, Any]:
     """Returns all figures as JSON values."""
+    compared = files.compared_losses()
     return {
         "runs": {run.name: run.figures() for run in files.runs},
         "losses": {
             run.name: [[step, run.losses[step]] for step in sorted(run.losses)]
             for run in files.runs
         },
+        "compared_losses": None if compared is None else compared.figures(),
         "timeline_seconds": {name: seconds_of(spans) for name, spans in files.trace.items()},
     }
 
@@ -294,17 +305,25 @@ def _progress(run: Run) -> str:
 def _table(files: Files) -> list[str]:
     """Returns a line for each figure, with a column for each run."""
     medians = {run.name: run.medians() for run in files.runs}
-    width = max((len(name) for name in SHOWN), default=0)
+    compared = files.compared_losses()
+    losses = {} if compared is None else compared.rows()
+    width = max(map(len, (*SHOWN, *losses)))
     columns = [max(len(name), 10) for name in medians]
-    lines = []
-    if medians:
-        heads = "".join(f"  {name:>{at}}" for name, at in zip(medians, columns, strict=True))
-        lines.append(f"{'median after the first line':{width}}{heads}")
+
+    def row(title: str, cells: Iterable[str]) -> str:
+        return f"{title:{width}}" + "".join(
+            f"  {cell:>{at}}" for cell, at in zip(cells, columns, strict=True)
+        )
+
+    lines = [row("median after the first line", medians)] if medians else []
     for name in SHOWN:
         if any(name in each for each in medians.values()):
             cells = (f"{each[name]:.4g}" if name in each else "" for each in medians.values())
-            row = "".join(f"  {cell:>{at}}" for cell, at in zip(cells, columns, strict=True))
-            lines.append(f"{name:{width}}{row}")
+            lines.append(row(name, cells))
+    for title, each in losses.items():
+        lines.append(row(title, (f"{each[n]:.5g}" if n in each else "" for n in medians)))
+    if compared is not None and (said := compared.sentence()):
+        lines.append(said)
     for name, spans in files.trace.items():
         parts = ", ".join(f"{what} {seconds:.3g}" for what, seconds in seconds_of(spans).items())
         lines.append(f"{name}: seconds of the timeline: {parts}")

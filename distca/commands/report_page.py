@@ -28,6 +28,7 @@ def page_of(
     command: str,
     answer: str,
     figures: Mapping[str, Any],
+    differ: str,
     trace: Mapping[str, list[TimelineEvent]],
     plan: tuple[Plan, dict[str, Any]] | None,
 ) -> str:
@@ -37,6 +38,7 @@ def page_of(
         command: what was typed.
         answer: how runs went.
         figures: all figures, as `--json` prints them.
+        differ: how much losses differ and why; "": there are not several runs.
         trace: name and spans of each rank in a timeline; empty: there is none.
         plan: a plan, and what was saved with it, or None.
     """
@@ -44,7 +46,8 @@ def page_of(
     if figures["runs"]:
         parts.append(html_page.section("Runs", _runs(figures["runs"])))
     if any(figures["losses"].values()):
-        parts.append(html_page.section("Loss", *_losses(figures["losses"])))
+        said = [html_page.paragraph(differ)] if differ else []
+        parts.append(html_page.section("Loss", *said, *_losses(figures["losses"])))
     if trace:
         seconds = figures["timeline_seconds"]
         parts.append(html_page.section("Where the time of a rank goes", *_seconds(seconds)))

@@ -11,6 +11,7 @@ import pytest
 
 from distca.commands import report
 from distca.commands.main import main
+from distca.commands.report_losses import LossComparison
 from distca.plan import load_plan
 from distca.run_figures import (
     AFTER,
@@ -151,6 +152,47 @@ def test_the_report_is_usable_and_a_browser_shows_it(
         assert shown.count(element) == text.count(element) > 0
 
 
+def test_losses_are_compared_and_differences_explained(
+    trained: Path, printed: dict[str, Any]
+) -> None:
+    """The corpus has documents that are longer than a rank's tokens, which plain Megatron cuts."""
+    losses = {name: dict(each) for name, each in printed["losses"].items()}
+    apart = {step: abs(losses["ours"][step] - losses["plain"][step]) for step in (1, 2, 3)}
+    compared = printed["compared_losses"]
+    assert (compared["first"], compared["last"], compared["count"]) == (1, 3, 3)
+    assert compared["largest_difference"] == max(apart.values()) > 1e-3
+    assert apart[compared["at_iteration"]] == max(apart.values())
+    assert compared["last_losses"] == {name: each[3] for name, each in losses.items()}
+    for name, mean in compared["mean_losses"].items():
+        assert mean == pytest.approx(statistics.mean(losses[name].values()))
+    page = (trained / "page.html").read_text()
+    assert f"Losses differ by {max(apart.values()):.2g} at most" in page
+    assert "losses differ where documents cross these ends" in page
+
+
+def test_only_runs_of_two_kinds_that_differ_by_more_than_rounding_are_explained() -> None:
+    ours, near, far = {1: 7.0, 2: 6.0}, {2: 6.0001, 3: 5.0}, {1: 7.0, 2: 6.5}
+
+    def said(planned: list[str], **losses: dict[int, float]) -> str:
+        compared = LossComparison.of(losses, planned)
+        assert compared is not None
+        return compared.sentence()
+
+    assert said(["a"], a=ours) == ""
+    assert said(["a"], a=ours, b=near) == "Losses differ by 0.0001 at most, in iteration 2."
+    assert said(["a", "b"], a=ours, b=far) == "Losses differ by 0.5 at most, in iteration 2."
+    assert said(["a"], a=ours, b=far).startswith(
+        "Losses differ by 0.5 at most, in iteration 2. Without --distca documents end where"
+    )
+    assert said(["a"], a=ours, b=far, c={}).startswith("Losses differ by 0.5 at most")
+    # What is not finite is the largest difference.
+    broken = LossComparison.of({"a": ours, "b": {1: float("nan"), 2: 6.0}}, ["a"])
+    assert broken is not None
+    assert (broken.at_iteration, broken.why) == (1, "")
+    assert broken.figures()["largest_difference"] is None
+    assert LossComparison.of({"a": {1: 1.0}, "b": {2: 1.0}}, []) is None
+
+
 def test_logs_are_read_where_there_are_no_boards(tmp_path: Path, capsys) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "ours.log").write_text(DISTCA)
@@ -162,7 +204,14 @@ def test_logs_are_read_where_there_are_no_boards(tmp_path: Path, capsys) -> None
         "logs/ours.log: iterations 5 to 15, loss 7.5 to 7, 500 tokens/s. A step of "
         "logs/ours.log needs 2 seconds; logs/plain.out needs 4 (2.00 times as many)."
     )
-    width = max(map(len, report.SHOWN))
+    # The loss of both, in the iterations that both have.
+    (differ,) = [line for line in table if line.startswith("Losses")]
+    assert differ == "Losses differ by 0 at most, in iteration 5."
+    assert "mean loss, iterations 5 to 10" in table[-2]
+    assert [line.split()[-2:] for line in table[-3:-1]] == [["7.25"] * 2, ["7.375"] * 2]
+    table = table[:-3]
+    width = len("mean loss, iterations 5 to 10")
+    width = max(width, *map(len, report.SHOWN))
     rows = {line[:width].strip(): line[width:].split() for line in table[1:]}
     assert table[0].split()[-2:] == ["logs/ours.log", "logs/plain.out"]
     assert report.ON_CPUS not in first
