@@ -13,6 +13,8 @@ Item = TypeVar("Item")
 
 SECONDS_BETWEEN_LINES = 10.0
 """Seconds between two lines about progress, where there is no terminal."""
+OVERDUE = "longer than estimated"
+"""What stands in place of the time that is left once that has passed."""
 _SECONDS_TO_FIRST_LINE = 2.0
 _SECONDS_BETWEEN_BARS = 1.0
 
@@ -39,7 +41,9 @@ class Progress:
         self.unit, self.total, self.done, self.scaled = unit, total, done, scaled
         self.estimates = estimates
         self._first = done
-        self.doing = ""
+        # The count that the last line had, and the seconds when a line first had it.
+        self._counted = done, 0.0
+        self._doing: Callable[[], str] = str
         self.changed: Callable[[], None] = lambda: None
 
     def update(self, count: int = 1) -> None:
@@ -47,9 +51,19 @@ class Progress:
         self.done += count
         self.changed()
 
-    def describe(self, doing: str) -> None:
-        """Says what is being done."""
-        self.doing = doing
+    @property
+    def doing(self) -> str:
+        """What is being done."""
+        return self._doing()
+
+    def describe(self, doing: str | Callable[[], str]) -> None:
+        """Says what is being done.
+
+        Args:
+            doing: text, or a function that returns it whenever it is shown, perhaps on another
+                thread.
+        """
+        self._doing = doing if callable(doing) else lambda: doing
         self.changed()
 
     def line(self, seconds: float) -> str:
@@ -62,13 +76,25 @@ class Progress:
         if self.unit:
             of = "" if self.total is None else f" of {self._number(self.total)}"
             parts.append(f"{self._number(self.done)}{of} {self.unit}")
-        if self.doing:
-            parts.append(self.doing)
+        if doing := self.doing:
+            parts.append(doing)
         begun = self.total is not None and self._first < self.done < self.total
-        if self.estimates and self.total is not None and begun and seconds >= 1:
-            left = (self.total - self.done) / (self.done - self._first) * seconds
-            parts.append(f"about {_clock(left)} left")
+        if self.estimates and begun and seconds >= 1:
+            parts.append(self._left(seconds))
         return ", ".join(parts)
+
+    def _left(self, seconds: float) -> str:
+        """Says how long the rest takes at the rate so far.
+
+        While a part goes on, the estimate counts down. It would grow without bound if the rate were
+        taken again of the time that has passed.
+        """
+        assert self.total is not None
+        if self._counted[0] != self.done:
+            self._counted = self.done, seconds
+        done, then = self._counted
+        left = (self.total - done) / (done - self._first) * then - (seconds - then)
+        return f"about {_clock(left)} left" if left > 0 else OVERDUE
 
     def _number(self, count: int) -> str:
         if self.scaled:
@@ -113,7 +139,7 @@ def progress(
     """
     out = sys.stderr if stream is None else stream
     shown = Progress(unit, total, done, scaled, estimates)
-    shown.doing = doing
+    shown.describe(doing)
     if out is None:
         # It was closed before this process began.
         yield shown
@@ -156,14 +182,21 @@ def _bar(shown: Progress, out: TextIO) -> Iterator[None]:
         file=out,
     ) as bar:
 
+        def describe() -> None:
+            if doing := shown.doing:
+                bar.set_description(doing, refresh=not shown.unit)
+
         def changed() -> None:
-            if shown.doing:
-                bar.set_description(shown.doing, refresh=not shown.unit)
+            describe()
             bar.update(shown.done - bar.n)
+
+        def refresh() -> None:
+            describe()
+            bar.refresh()
 
         shown.changed = changed
         # A part of the work may take long, and the time goes on.
-        with _repeated(bar.refresh, _SECONDS_BETWEEN_BARS):
+        with _repeated(refresh, _SECONDS_BETWEEN_BARS):
             yield
 
 

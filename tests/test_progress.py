@@ -33,6 +33,29 @@ def test_a_line_has_the_time_the_count_and_what_is_done() -> None:
     assert stages.line(112) == "1:52, 9 of 10 stages, training, for 15 min at most"
 
 
+def test_the_time_that_is_left_counts_down_while_one_part_takes_long() -> None:
+    points = Progress("points", 4)
+    points.update()
+    lefts = [points.line(seconds).rpartition(", ")[2] for seconds in (10, 35, 39.9, 40, 1000)]
+    assert lefts == [
+        "about 0:30 left",
+        "about 0:05 left",
+        "about 0:00 left",
+        "longer than estimated",
+        "longer than estimated",
+    ]
+    points.update()
+    assert points.line(1000).endswith("about 16:40 left")
+
+
+def test_what_is_being_done_may_change_with_time() -> None:
+    words = iter(["first", "second"])
+    points = Progress("points")
+    points.describe(lambda: next(words))
+    assert points.line(0) == "0:00, 0 points, first"
+    assert points.line(0) == "0:00, 0 points, second"
+
+
 def test_lines_come_also_while_one_part_takes_long() -> None:
     out = io.StringIO()
     with progress("distca x", "points", 3, every=0.02, stream=out) as shown:
@@ -113,5 +136,5 @@ def test_commands_tell_lines_when_piped(command: str, tmp_path: Path) -> None:
     # The text has few pairs of tokens.
     lines = [each for each in done.stderr.splitlines() if " entries instead of " not in each]
     assert lines
-    line = rf"distca {command}: 0:\d\d, {count}(, about \d+:\d\d left)?"
+    line = rf"distca {command}: 0:\d\d, {count}(, about \d+:\d\d left|, longer than estimated)?"
     assert all(re.fullmatch(line, each) for each in lines), lines

@@ -11,18 +11,15 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from distca.commands import html_page, planned_heads, serving_step
 from distca.commands.command_line import Parser, check_outputs, file_name, unknown
 from distca.commands.least_buffer import refusal
+from distca.commands.plan_compare import compare, timed_plan
 from distca.commands.plan_config import (
     JUDGING,
     USED_WITH_LOAD,
@@ -30,7 +27,7 @@ from distca.commands.plan_config import (
     saved_config,
     to_json,
 )
-from distca.commands.plan_page import comparison_of, page_of
+from distca.commands.plan_page import page_of
 from distca.cost.model_sizes import ModelSize
 from distca.documents.lengths import (
     DISTRIBUTIONS,
@@ -43,12 +40,9 @@ from distca.documents.lengths import (
 from distca.plan import (
     Plan,
     load_stepped_plan,
-    place_in_turn,
     save_plan,
-    validate_plan,
 )
 from distca.plan.span import Int64s
-from distca.progress import progress
 from distca.schedule import (
     BALANCING,
     COMPARED,
@@ -69,8 +63,6 @@ _FLAGS_OF_SCHEDULERS = {
     "context_parallel_size": ("per-document-cp", "ring-zigzag", *IN_ROUNDS, "wlb-llm"),
 }
 """Flags that some schedulers alone use."""
-PLAIN = "plain"
-"""Row of plain data parallelism in the comparison."""
 _DESCRIPTION = """\
 Plans the core attention of one batch of documents, and prints how balanced it is and how many
 bytes it moves. Nothing is trained, and no GPU is needed: the figures are what a run would have.
@@ -290,9 +282,9 @@ def _make(args: argparse.Namespace, given: Mapping[str, str], command: str) -> N
                 "--compare makes several plans, but --save and --plot are for one: leave --compare "
                 "out, and choose a --scheduler"
             )
-        _compare(args, command, model, config, lengths, capacities)
+        compare(args, command, model, config, lengths, capacities)
         return
-    make = partial(_timed_plan, args, args.scheduler, model)
+    make = partial(timed_plan, args, args.scheduler, model)
     try:
         plan, seconds = make(config, lengths, capacities)
     except BufferBoundError as error:
@@ -356,36 +348,6 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
     return capacities, lengths
 
 
-def _timed_plan(
-    args: argparse.Namespace,
-    name: str,
-    model: ModelSize,
-    config: ScheduleConfig,
-    lengths: Int64s,
-    capacities: Int64s,
-) -> tuple[Plan, dict[str, float]]:
-    """Makes a valid plan; returns it with the seconds of planning and of building an exchange."""
-    from distca.runtime.exchange import build_exchange
-
-    scheduler = make_scheduler(name, config)
-    # As in training, the plan of layers that see most chooses the placement.
-    mask = model.masks.masks[0]
-    start = time.perf_counter()
-    if args.placement == "free":
-        plan = scheduler.plan(lengths, capacities, mask)
-    else:
-        plan = scheduler.schedule(lengths, place_in_turn(lengths, capacities), mask)
-    planned = time.perf_counter()
-    busiest = int(np.bincount(plan.tasks.server, minlength=len(capacities)).argmax())
-    build_exchange(plan, busiest)
-    seconds = {
-        "plan_seconds": planned - start,
-        "exchange_seconds": time.perf_counter() - planned,
-    }
-    validate_plan(plan)
-    return plan, seconds
-
-
 def _show(
     args: argparse.Namespace,
     command: str,
@@ -435,65 +397,6 @@ def _show(
         plot_plan(plan, config, args.plot)
     if args.html is not None:
         html_page.write_page(args.html, page_of(command, plan, config, summary, figures))
-
-
-_COLUMNS = (
-    ("max/mean", "load_max_over_mean", 1.0, 3),
-    ("GB", "bytes_total", 1e9, 3),
-    ("GB sent", "bytes_max_sent", 1e9, 3),
-    ("GB recv", "bytes_max_received", 1e9, 3),
-    ("link ms", "link_seconds_max", 1e-3, 2),
-    ("tasks", "tasks", 1, 0),
-    ("calls", "kernel_calls", 1, 0),
-    ("tokens", "tokens_max_over_mean", 1.0, 3),
-    ("plan ms", "plan_seconds", 1e-3, 1),
-)
-
-
-def _compare(
-    args: argparse.Namespace,
-    command: str,
-    model: ModelSize,
-    config: ScheduleConfig,
-    lengths: Int64s,
-    capacities: Int64s,
-) -> None:
-    """Prints a row for plain data parallelism and for each scheduler, with the reason where it
-    makes no plan."""
-    rows: dict[str, dict[str, Any]] = {}
-    placed = place_in_turn(lengths, capacities)
-    # Plain data parallelism cuts documents where a rank's tokens end.
-    documents = {PLAIN: placed.end - placed.start}
-    names = (PLAIN, *COMPARED)
-    with progress("distca plan", "schedulers", len(names)) as shown:
-        for name in names:
-            # The first plan of hybrid-cp imports megatron-core, which takes seconds.
-            shown.describe(name)
-            try:
-                scheduler = "packed" if name == PLAIN else name
-                planned = documents.get(name, lengths)
-                plan, seconds = _timed_plan(args, scheduler, model, config, planned, capacities)
-                rows[name] = {**asdict(describe(plan, config)), **seconds}
-            except (ValueError, ImportError) as error:
-                rows[name] = {"error": str(error)}
-            shown.update()
-    if args.html is not None:
-        page = comparison_of(command, lengths, rows, _COLUMNS)
-        html_page.write_page(args.html, page)
-    if args.json:
-        _write(json.dumps(rows, indent=1))
-        return
-    _write(f"{'scheduler':16}" + "".join(f"{title:>10}" for title, *_ in _COLUMNS))
-    for name, row in rows.items():
-        if "error" in row:
-            _write(f"{name:16}{row['error']}")
-            continue
-        cells = (f"{row[key] / unit:>10,.{digits}f}" for _, key, unit, digits in _COLUMNS)
-        _write(f"{name:16}" + "".join(cells))
-    _write("(sent, recv: of the busiest rank; one layer, forward; tokens: most of a rank / mean;")
-    _write(f"{PLAIN}: plain data parallelism, which cuts documents where a rank's tokens end)")
-    if len(model.masks.masks) > 1:
-        _write(f"All rows are of {planned_heads.layers_of(model.masks.masks[0], model)}.")
 
 
 def _write(text: str) -> None:

@@ -34,7 +34,7 @@ from distca.commands.described import (
 )
 from distca.commands.html_page import add_flag, write_page
 from distca.commands.simulate_page import page_of
-from distca.commands.simulate_progress import simulating
+from distca.commands.simulate_progress import simulating, telling_the_best
 from distca.commands.simulate_report import (
     as_json,
     format_choices,
@@ -100,6 +100,7 @@ examples:
 
 Documents are packed into sequences of --context tokens and cut where these end, the same for all
 systems. Below the table are the flags of pretrain_gpt.py that train in DistCA's best configuration.
+Ctrl-C, or SIGTERM as of `timeout 60`, ends a search with a line on the fastest up to then.
 
 `distca simulate rollouts` simulates rollouts that share prompts, `distca simulate prefill` and
 `distca simulate decode` inference, and `distca simulate --serving` a cluster that serves: see their
@@ -421,6 +422,7 @@ def _advise(
     with (
         simulating(args.systems) as searching,
         Trials(workload, batches, processes, searching.told) as trials,
+        telling_the_best(trials, args.systems, len(batches)),
     ):
         choices = advise(
             workload,

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from distca.progress import Progress, progress
+from distca.commands.verdict import TITLES
+from distca.progress import OVERDUE, Progress, progress
 from distca.simulate import DISTCA_SYSTEMS, Candidate
 from distca.simulate.hybrid import HYBRID
+from distca.simulate.trials import Trials
 
 _WEIGHTS = {**dict.fromkeys(DISTCA_SYSTEMS, 6.0), HYBRID: 2.0, "wlb-llm": 2.0}
 """Time of a system's search on large jobs, beside that of the others."""
 _LEAST = 0.1
 """Share of the searches that must be done before the time that is left is shown."""
-_USUALLY = "usually at most a minute"
+_USUALLY, _UNUSUAL = "usually at most a minute", "longer than usual"
+_USUAL_SECONDS = 60.0
 
 
 @dataclass
@@ -38,6 +42,8 @@ class Searching:
     shares: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     start: float = field(init=False)
+    # Moment at which the searches end, as it was estimated last.
+    _end: float | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -49,23 +55,28 @@ class Searching:
             if candidate.system not in self.begun:
                 self.begun.append(candidate.system)
             of = f"{len(self.begun)} of {len(self.systems)} systems begun"
-            self.shown.describe(f"{self._left()}, {of}, now {candidate.system}: {candidate}")
+            now = f"{of}, now {candidate.system}: {candidate}"
+            self.shown.describe(lambda: f"{self._left()}, {now}")
             self.shown.update()
 
     def reached(self, system: str, share: float) -> None:
         """Notes how much of a system's search is done."""
         with self._lock:
             self.shares[system] = share
+            weights = {each: _WEIGHTS.get(each, 1.0) for each in self.systems}
+            done = sum(weights[each] * part for each, part in self.shares.items())
+            whole = done / sum(weights.values())
+            if whole >= _LEAST:
+                # If all systems go on as they have so far. Until more is done the moment stays, so
+                # that the time that is left does not grow.
+                self._end = self.start + (self.clock() - self.start) / whole
 
     def _left(self) -> str:
-        """Says how long the rest takes, if all systems go on as they have so far."""
-        weights = {system: _WEIGHTS.get(system, 1.0) for system in self.systems}
-        done = sum(weights[system] * share for system, share in self.shares.items())
-        share = done / sum(weights.values())
-        if not _LEAST <= share < 1:
-            return _USUALLY
-        left = (self.clock() - self.start) * (1 - share) / share
-        return f"about {left:.0f} s left"
+        """Says how long the rest takes."""
+        now = self.clock()
+        if self._end is None:
+            return _USUALLY if now - self.start <= _USUAL_SECONDS else _UNUSUAL
+        return f"about {self._end - now:.0f} s left" if now < self._end else OVERDUE
 
 
 @contextlib.contextmanager
@@ -77,3 +88,31 @@ def simulating(systems: Sequence[str]) -> Iterator[Searching]:
     """
     with progress("distca simulate", "iterations", doing=_USUALLY) as shown:
         yield Searching(shown, systems)
+
+
+@contextlib.contextmanager
+def telling_the_best(trials: Trials, systems: Sequence[str], batches: int) -> Iterator[None]:
+    """Says what was fastest so far if a signal ends the block: of DistCA, and of all others.
+
+    Args:
+        trials: iterations that the searches run in the block.
+        systems: systems to compare.
+        batches: number of all batches.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        ours = [system for system in systems if system in DISTCA_SYSTEMS]
+        others = [system for system in systems if system not in DISTCA_SYSTEMS]
+        parts = []
+        for kind in (ours, others):
+            found = [best for system in kind if (best := trials.best_so_far(system)) is not None]
+            if found:
+                candidate, seconds, ran = min(found, key=lambda best: best[1])
+                parts.append(
+                    f"{TITLES[candidate.system]}, {candidate}: {seconds:.3f} s an iteration in "
+                    f"{ran} of {batches} batches"
+                )
+        said = f"best up to then: {'; '.join(parts)}" if parts else "nothing was found yet"
+        sys.stderr.write(f"distca simulate: {said}\n")
+        raise

@@ -175,6 +175,33 @@ class Trials:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def best_so_far(self, system: str) -> tuple[Candidate, float, int] | None:
+        """Returns the fastest configuration of a system up to now, even while others run.
+
+        It is one of those that have run the most batches, as those that promise most do.
+
+        Args:
+            system: one of `SYSTEMS`.
+
+        Returns:
+            The configuration, its seconds of an iteration in the mean, and the number of batches
+            that it has run; None: none that fits has run.
+        """
+        ran = {
+            candidate: [*trials]
+            for candidate, trials in [*self._found.items()]
+            if candidate.system == system
+        }
+        seconds = {
+            candidate: [each.seconds for each in trials]
+            for candidate, trials in ran.items()
+            if trials and all(each.fits for each in trials)
+        }
+        if not seconds:
+            return None
+        best = min(seconds, key=lambda c: (-len(seconds[c]), sum(seconds[c]) / len(seconds[c])))
+        return best, sum(seconds[best]) / len(seconds[best]), len(seconds[best])
+
     def first(
         self, some: Sequence[Candidate], count: int, *, parts: bool = False
     ) -> dict[Candidate, list[Trial]]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.commands import plan as plan_command
+from distca.commands import plan_compare
 from distca.commands.plan_plot import busiest_servers, draw_documents, draw_loads
 from distca.cost.model_sizes import MODELS
 from distca.cost.profile import Profile
@@ -199,7 +199,7 @@ def test_milliseconds_of_planning(command, lengths_file, monkeypatch) -> None:
         (["--compare"], " 15.6\n"),
     ):
         clock = (n * n / 64 for n in itertools.count())
-        monkeypatch.setattr(plan_command, "time", SimpleNamespace(perf_counter=clock.__next__))
+        monkeypatch.setattr(plan_compare, "time", SimpleNamespace(perf_counter=clock.__next__))
         assert said in command.run("--lengths", lengths_file, *SMALL, *flags)
 
 

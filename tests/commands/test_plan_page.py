@@ -31,7 +31,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         with pytest.MonkeyPatch.context() as patched:
             printed: list[str] = []
-            patched.setattr("distca.commands.plan._write", printed.append)
+            for module in ("plan", "plan_compare"):
+                patched.setattr(f"distca.commands.{module}._write", printed.append)
             assert main([*given, *more, "--html", str(folder / "new" / f"{name}.html")]) == 0
         (folder / f"{name}.printed").write_text(printed[0])
     return folder

@@ -54,8 +54,9 @@ def check(name: str, sent: Sent, found: Signalled, *whole: str) -> None:
     assert not found.folders, found
     word = {CTRL_C: "interrupted", TERMINATE: "terminated"}[sent]
     if found.status == 128 + sent.number:
-        # Beside lines of progress.
-        said = re.sub(rf"(?m)^distca {name}: \d+:\d\d.*\n", "", found.errors)
+        # Beside lines of progress, and one on what a search has found.
+        beside = r"\d+:\d\d|best up to then: |nothing was found yet"
+        said = re.sub(rf"(?m)^distca {name}: ({beside}).*\n", "", found.errors)
         assert said == f"distca {name}: {word}\n", found
     else:
         # It had said all that it had to say.

@@ -16,7 +16,7 @@ import pytest
 from distca import progress
 from distca.commands import simulate as simulate_command
 from distca.commands.main import main
-from distca.commands.simulate_progress import Searching, simulating
+from distca.commands.simulate_progress import simulating
 from distca.commands.simulate_report import PARTS
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
@@ -159,23 +159,6 @@ def test_progress_is_there_from_the_start_on(monkeypatch: pytest.MonkeyPatch) ->
     with simulating(["plain"]):
         time.sleep(0.2)
         assert "usually at most a minute: 0 iterations" in of_terminal.getvalue()
-
-
-def test_progress_tells_what_is_left() -> None:
-    """As soon as some of the searches are done."""
-    now = 100.0
-    searching = Searching(progress.Progress(), ["plain", "wlb-llm", "tiles"], clock=lambda: now)
-    one = Candidate("tiles", 2, 1, 4, 1, 1)
-    searching.told(one)
-    assert "usually at most a minute, 1 of 3 systems begun" in searching.shown.doing
-    searching.reached("tiles", 0.5)
-    now = 112.0
-    searching.told(replace(one, system="plain"))
-    # Three of nine parts took 12 seconds.
-    assert searching.shown.doing == (
-        "about 24 s left, 2 of 3 systems begun, now plain: TP2 PP1 DP4, 1 micro-batch(es)"
-    )
-    assert searching.shown.done == 2
 
 
 def test_searches_tell_how_far_they_are() -> None:

@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
 
             def tell(line: Line) -> None:
                 take(line)
-                shown.doing = _doing(names[len(lines) :])
+                shown.describe(_doing(names[len(lines) :]))
                 shown.update()
 
             verify_machine(ranks, names, args.output, tell)
