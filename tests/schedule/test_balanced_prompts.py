@@ -213,6 +213,33 @@ def test_a_prefix_on_another_rank(cached: int, moves_keys: bool) -> None:
     assert bool(moved.phases["combine"].any()) != moves_keys
 
 
+def test_under_a_window_the_keys_of_a_prefix_travel() -> None:
+    """Few of them do, however long the prefix is."""
+    held, new = owned((0, 0, 4000, 1), ranks=2), owned((0, 4000, 4060, 0), ranks=2)
+    stepped = eager_tiles(SHAPE, latency=1e9).plan(held, new, Mask(31))
+    validate_stepped_plan(stepped)
+    moved = stepped_bytes(stepped, SHAPE)
+    assert moved.total == 31 * SHAPE.kv_row_bytes
+    assert not moved.phases["combine"].any()
+
+
+def test_tiles_leave_a_node_if_their_best_shape_travels_faster_than_it_is_computed() -> None:
+    config = TILES.config
+    shape, links, cost = config.shape, config.links, config.cost_model
+    assert cost is not None
+    second = np.array([1])
+    of_pair = float(cost.seconds(second, second, second)[0])
+    answers = []
+    for surplus in np.geomspace(1e-15, 1e-10, 40).tolist():
+        pairs = surplus / of_pair
+        queries = np.geomspace(1e-3, 1e3, 2001) * pairs**0.5
+        nbytes = queries * shape.round_trip_bytes + pairs / queries * shape.moved_kv_row_bytes
+        pays = bool(nbytes.min() * 1e-9 / links.network_gb_per_s < surplus)
+        assert TILES._pays_between_nodes(surplus) == pays
+        answers.append(pays)
+    assert {*answers} == {False, True}
+
+
 @settings(max_examples=100)
 @given(st.data())
 def test_the_level_is_that_of_water(data: st.DataObject) -> None:

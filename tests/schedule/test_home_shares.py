@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distca.schedule.serving.blocks import BlockPool, PrefixCache
+from distca.schedule.serving.blocks import BlockPool, PrefixCache, SequenceBlocks
+from distca.schedule.serving.home_shares import HomeShares
 from distca.schedule.serving.limits import SchedulerConfig
 from distca.schedule.serving.request import Request
 from distca.schedule.serving.scheduled import SchedulerOutput
@@ -117,6 +118,36 @@ def test_blocks_of_a_full_rank_lie_on_others() -> None:
     assert scheduler.preemptions == 0
     cache.reset()
     assert [cache.free(rank) for rank in range(RANKS)] == [20] * RANKS
+
+
+def test_a_rank_without_room_for_the_blocks_that_are_missing_comes_last() -> None:
+    """However little it has left to compute; blocks that the cache has of the prompt are there."""
+    cache = PrefixCache(BlockPool(RANKS, 30, SIZE))
+    limits = SchedulerConfig(40, 300, SIZE, NEVER, equal_shares=True)
+    running = []
+    for rank, (length, computed, blocks) in enumerate([(97, 96, 24), (70, 20, 20), (80, 20, 10)]):
+        each = Request(rank, [100 + rank] * length, 5)
+        each.home, each.computed = rank, computed
+        each.blocks = SequenceBlocks([cache.take(rank) for _ in range(blocks)])
+        running.append(each)
+    new = Request(9, [7] * 10 * SIZE, 5)
+    new.blocks = SequenceBlocks([cache.take(1) for _ in range(3)])
+    assert [cache.available(rank) for rank in range(RANKS)] == [6, 7, 20]
+    # Seven blocks are missing. Rank 0, which has least to compute, has room for six of them.
+    assert HomeShares(cache, range(RANKS), limits, running).admit(new) == 100
+    assert new.home == 1
+
+
+def test_a_prompt_that_ranks_share_has_the_whole_iteration() -> None:
+    """From the first chunk to the last, beside the answers of short ones."""
+    cache = PrefixCache(BlockPool(RANKS, 100, SIZE))
+    scheduler = Scheduler(cache, SchedulerConfig(40, 96, SIZE, threshold=100, equal_shares=True))
+    scheduler.add(Request(0, [5] * 20, 9))
+    scheduler.add(Request(1, [6] * 200, 1))
+    counts = []
+    while (batch := iterate(scheduler)) is not None and len(counts) < 3:
+        counts.append({each.sequence: each.count for each in batch.feeds})
+    assert counts == [{0: 20, 1: 76}, {0: 1, 1: 95}, {0: 1, 1: 29}]
 
 
 def test_contradicting_bounds_are_refused() -> None:

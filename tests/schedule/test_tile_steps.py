@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Plan, SteppedPlan, validate_stepped_plan
 from distca.schedule import move_tiles
-from distca.schedule.base import tasks_at_home
+from distca.schedule.base import task_loads, tasks_at_home
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.balanced import BalancedTiles
-from distca.schedule.serving.tile_steps import in_steps
+from distca.schedule.serving.tile_steps import _first_at_home, in_steps
 from support.balanced import BLOCK, eager_tiles
 from support.stepped import run_virtually
 
@@ -112,3 +112,18 @@ def test_links_of_those_who_send_rows_are_charged(
     if given_document is not None:
         assert given == {given_document}
     assert in_steps(moved, config).steps == 2
+
+
+def test_the_shortest_tasks_at_home_hide_the_rows_of_tiles() -> None:
+    """As many as begin before the rows are there, on each rank; none where none are awaited."""
+    new = prompts((40, 0), (10, 1), (20, 0), (50, 1), (30, 0), (25, 2), ranks=3)
+    plan = Plan(np.array([40, 10, 20, 50, 30, 25]), new, tasks_at_home(new, Mask()), Mask(), BLOCK)
+    config = eager_tiles(SHAPE).config
+    loads = task_loads(plan.tasks, Mask(), config.cost_model)
+    seconds = dict(zip(plan.tasks.document.tolist(), loads.tolist(), strict=True))
+    hidden = np.array([seconds[2] + 0.5 * seconds[4], 0.0, 9 * seconds[5]])
+    chosen = _first_at_home(plan, np.ones(len(plan.tasks), dtype=bool), hidden, config)
+    assert {*plan.tasks.document[chosen].tolist()} == {2, 4, 5}
+    # Without the shortest one the next hides all.
+    chosen = _first_at_home(plan, plan.tasks.document != 2, hidden, config)
+    assert {*plan.tasks.document[chosen].tolist()} == {4, 5}
