@@ -17,7 +17,7 @@ from distca.plan import Mask, Placement, Plan, validate_stepped_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import held_after, nobody_holds, step_plan
 from distca.schedule.serving.batches import DecodeBatch
-from distca.schedule.serving.iteration import plan_iteration
+from distca.schedule.serving.iteration import plan_iteration, rows_on_ranks
 from distca.schedule.serving.scheduled import ScheduledTokens
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=16)
@@ -89,6 +89,25 @@ def check_one(decode: DecodeBatch, number: int, before: Placement, masks: list[M
         assert moved.tolist() == decode.away(mask)[number].astype(int).tolist()
         expected = stepped_bytes(stepped, SHAPE).total
         assert decode.bytes_by_sequence(mask, SHAPE)[number] == expected
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_rows_of_short_and_long_sequences_are_counted(data: st.DataObject) -> None:
+    """Beside each other, up to any position, with blocks behind it that have no rows yet."""
+    ranks, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    feeds, ends = [], []
+    for number in range(data.draw(st.integers(1, 5))):
+        blocks = data.draw(st.integers(1, 4) | st.integers(31, 34))
+        owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=blocks, max_size=blocks))
+        feeds.append(ScheduledTokens(number, blocks * size - 1, 1, np.array(owners)))
+        ends.append(data.draw(st.integers(0, blocks * size)))
+    expected = np.zeros((len(feeds), ranks), dtype=np.int64)
+    for number, end in enumerate(ends):
+        for position in range(end):
+            expected[number, feeds[number].ranks[position // size]] += 1
+    found = rows_on_ranks(feeds, np.array(ends), size, ranks)
+    assert found.tolist() == expected.tolist()
 
 
 def work_of_a_step(blocks: int, size: int) -> tuple[int, int]:

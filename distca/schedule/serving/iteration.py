@@ -51,30 +51,87 @@ def rows_on_ranks(
 
     Shapes `[feeds]`, `[feeds]` -> int64 `[feeds, ranks]`.
     """
-    if world_size == 1:
-        return ends[:, None]
-    if not ends.any():
-        # As what a mask without a window hides.
-        return np.zeros((len(feeds), world_size), dtype=np.int64)
-    full, rest = np.divmod(ends, block_size)
-    # Short sequences may be thousands. Blocks of long ones are counted without a copy of them.
-    short = full <= _FEW_BLOCKS
-    some, counts = np.flatnonzero(short), full[short]
-    owners = [
-        feeds[n].ranks[:count] for n, count in zip(some.tolist(), counts.tolist(), strict=True)
-    ]
-    cells = np.repeat(some, counts) * world_size
-    if owners:
-        cells += np.concatenate(owners)
-    table = np.bincount(cells, minlength=len(feeds) * world_size).reshape(len(feeds), world_size)
-    for n in np.flatnonzero(~short).tolist():
-        table[n] = np.bincount(feeds[n].ranks[: full[n]], minlength=world_size)
-    table *= block_size
-    cut = np.flatnonzero(rest)
-    if len(cut):
-        owner = [feeds[n].ranks[full[n]] for n in cut.tolist()]
-        table[cut, owner] += rest[cut]
-    return table
+    return _Blocks(feeds, block_size, world_size).rows(ends)
+
+
+class _Blocks:
+    """Blocks of sequences.
+
+    Decoded sequences may be thousands: blocks of those that have few are counted together. Blocks
+    of long ones are counted without a copy of them.
+
+    Args:
+        feeds: sequences.
+        block_size: positions of a block.
+        world_size: ranks that there are.
+    """
+
+    def __init__(self, feeds: Sequence[ScheduledTokens], block_size: int, world_size: int) -> None:
+        self._ranks = [feed.ranks for feed in feeds]
+        lengths = np.fromiter(map(len, self._ranks), np.int64, len(feeds))
+        self._short, self._long = (
+            np.flatnonzero(each) for each in (lengths <= _FEW_BLOCKS, lengths > _FEW_BLOCKS)
+        )
+        # Owners of the short ones' blocks, and the first of each sequence.
+        few = self._ranks
+        if len(self._long):
+            few = [each for each in self._ranks if len(each) <= _FEW_BLOCKS]
+        self._owner = np.concatenate(few) if few else np.zeros(0, dtype=np.int64)
+        self._first = np.cumsum(lengths[self._short]) - lengths[self._short]
+        self._size, self._world_size = block_size, world_size
+
+    def owners(self, positions: Int64s) -> Int64s:
+        """Returns the owner of a position of each sequence, int64 `[sequences]`."""
+        block = positions // self._size
+        found = np.empty_like(positions)
+        found[self._short] = self._owner[self._first + block[self._short]]
+        for n in self._long.tolist():
+            found[n] = self._ranks[n][block[n]]
+        return found
+
+    def rows(self, ends: Int64s) -> Int64s:
+        """Returns what `rows_on_ranks` does."""
+        if self._world_size == 1:
+            return ends[:, None]
+        shape = len(ends), self._world_size
+        if not ends.any():
+            # As what a mask without a window hides. It takes no memory.
+            return np.broadcast_to(np.zeros(1, dtype=np.int64), shape)
+        full, rest = np.divmod(ends, self._size)
+        table = np.zeros(shape, dtype=np.int64)
+        few = ends[self._short] > 0
+        short, first = self._short[few], self._first[few]
+        counts = full[short] + (rest[short] > 0)
+        owner = self._owner[expand_ranges(first, counts)]
+        rows = np.full(len(owner), self._size)
+        rows[np.cumsum(counts) - 1] -= (self._size - rest[short]) * (rest[short] > 0)
+        # With two indices this takes twice as long.
+        np.add.at(table.reshape(-1), np.repeat(short * self._world_size, counts) + owner, rows)
+        for n in self._long.tolist():
+            of_blocks = np.bincount(self._ranks[n][: full[n]], minlength=self._world_size)
+            table[n] = of_blocks * self._size
+            if rest[n]:
+                table[n, self._ranks[n][full[n]]] += rest[n]
+        return table
+
+    def placed(self, start: Int64s, end: Int64s) -> Placement:
+        """Places spans `[start, end)` of the sequences; neighbouring blocks of a rank are one
+        piece."""
+        first = start // self._size
+        blocks = -(-end // self._size) - first
+        bounds = zip(self._ranks, first.tolist(), (first + blocks).tolist(), strict=True)
+        rank = np.concatenate([ranks[low:high] for ranks, low, high in bounds])
+        document = np.repeat(np.arange(len(start)), blocks)
+        line = document * self._world_size + rank
+        opens = np.ones(len(line), dtype=bool)
+        opens[1:] = line[1:] != line[:-1]
+        document, rank = document[opens], rank[opens]
+        edges = expand_ranges(first, blocks)[opens] * self._size
+        starts = np.maximum(edges, start[document])
+        ends = end[document]
+        goes_on = document[1:] == document[:-1]
+        ends[:-1][goes_on] = starts[1:][goes_on]
+        return Placement(document, starts, ends, rank, self._world_size)
 
 
 def plan_iteration(
@@ -123,12 +180,10 @@ def _plan_prefill(
     head_groups: int,
     decode: DecodeBatch | None,
 ) -> PrefillBatch:
-    held = _owned([(feed, 0, feed.start) for feed in feeds], block_size, world_size)
-    new = _owned(
-        [(feed, feed.start, feed.start + feed.count) for feed in feeds],
-        block_size,
-        world_size,
-    )
+    blocks = _Blocks(feeds, block_size, world_size)
+    starts = np.array([feed.start for feed in feeds], dtype=np.int64)
+    counts = np.array([feed.count for feed in feeds], dtype=np.int64)
+    held, new = blocks.placed(np.zeros_like(starts), starts), blocks.placed(starts, starts + counts)
     busy = None
     if isinstance(strategy, BalancedTiles):
         cost_model = strategy.config.cost_model
@@ -139,51 +194,30 @@ def _plan_prefill(
         strategy = "pass-kv"
     dense = np.array([feed.dense for feed in feeds])
     plans = plan_layers(held, new, masks, strategy, dense, head_groups, busy)
-    starts = np.array([feed.start for feed in feeds], dtype=np.int64)
-    before = rows_on_ranks(feeds, starts, block_size, world_size)
-    return PrefillBatch(tuple(feed.sequence for feed in feeds), plans, new, before)
+    sequences = tuple(feed.sequence for feed in feeds)
+    return PrefillBatch(sequences, plans, new, blocks.rows(starts))
 
 
 def _plan_decode(
     feeds: Sequence[ScheduledTokens], masks: Sequence[Mask], block_size: int, world_size: int
 ) -> DecodeBatch:
     positions = np.array([feed.start for feed in feeds], dtype=np.int64)
-
-    def rows(ends: Int64s) -> Int64s:
-        return rows_on_ranks(feeds, ends, block_size, world_size)
-
+    blocks = _Blocks(feeds, block_size, world_size)
     return DecodeBatch(
         tuple(feed.sequence for feed in feeds),
         positions,
-        np.array([feed.ranks[feed.start // block_size] for feed in feeds], dtype=np.int64),
-        rows(positions),
-        {mask: rows(mask.first_key(positions)) for mask in masks},
+        blocks.owners(positions),
+        blocks.rows(positions),
+        {mask: blocks.rows(mask.first_key(positions)) for mask in masks},
     )
 
 
 def decode_seconds(decode: DecodeBatch, mask: Mask, cost_model: CostModel) -> Floats:
     """Predicts the seconds in which each rank attends to keys of decoded tokens, in a layer of a
     mask, float64 `[ranks]`."""
-    seen = decode.rows - decode.hidden[mask]
-    sequence, rank = np.nonzero(seen)
-    keys = seen[sequence, rank]
+    rows, hidden = decode.rows, decode.hidden[mask]
+    # Most sequences lie on one rank: few numbers of these large tables differ.
+    sequence, rank = np.divmod(np.flatnonzero(rows != hidden), rows.shape[1])
+    keys = rows[sequence, rank] - hidden[sequence, rank]
     seconds = cost_model.seconds(np.ones_like(keys), keys, keys)
-    return np.bincount(rank, weights=seconds, minlength=seen.shape[1])
-
-
-def _owned(
-    spans: Sequence[tuple[ScheduledTokens, int, int]], block_size: int, world_size: int
-) -> Placement:
-    """Owners of spans `[start, end)` of sequences; neighbouring blocks of a rank are one piece."""
-    start, end = (np.array([span[n] for span in spans], dtype=np.int64) for n in (1, 2))
-    first, last = start // block_size, -(-end // block_size)
-    bounds = zip(spans, first.tolist(), last.tolist(), strict=True)
-    rank = np.concatenate([feed.ranks[low:high] for (feed, *_), low, high in bounds])
-    document = np.repeat(np.arange(len(spans)), last - first)
-    opens = np.flatnonzero(np.diff(document * world_size + rank, prepend=-1))
-    document, rank = document[opens], rank[opens]
-    starts = np.maximum(expand_ranges(first, last - first)[opens] * block_size, start[document])
-    ends = end[document]
-    goes_on = document[1:] == document[:-1]
-    ends[:-1][goes_on] = starts[1:][goes_on]
-    return Placement(document, starts, ends, rank, world_size)
+    return np.bincount(rank, weights=seconds, minlength=rows.shape[1])
