@@ -127,3 +127,23 @@ def test_the_shortest_tasks_at_home_hide_the_rows_of_tiles() -> None:
     # Without the shortest one the next hides all.
     chosen = _first_at_home(plan, plan.tasks.document != 2, hidden, config)
     assert {*plan.tasks.document[chosen].tolist()} == {4, 5}
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_tiles_of_a_pool_do_not_depend_on_other_pools(data: st.DataObject) -> None:
+    """Although pools move theirs in common rounds."""
+    each = st.tuples(st.integers(1, 400), st.integers(0, 5))
+    new = prompts(*data.draw(st.lists(each, min_size=2, max_size=10)), ranks=6)
+    plan = Plan(new.end, new, tasks_at_home(new, Mask()), Mask(), BLOCK)
+    config = eager_tiles(SHAPE, ranks_per_node=2).config
+
+    def tasks_of(servers: range, pools: list[int]) -> list[list[int]]:
+        t = move_tiles(plan, config, pools=np.array(pools)).tasks
+        columns = (t.server, t.document, t.q_start, t.q_end, t.kv_start, t.kv_end)
+        rows = zip(*(each.tolist() for each in columns), strict=True)
+        return sorted([*row] for row in rows if row[0] in servers)
+
+    together = [0, 0, 0, 1, 1, 1]
+    assert tasks_of(range(3), together) == tasks_of(range(3), [0, 0, 0, 1, 2, 3])
+    assert tasks_of(range(3, 6), together) == tasks_of(range(3, 6), [0, 1, 2, 3, 3, 3])

@@ -34,7 +34,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ import numpy as np
 from distca.plan import Plan, Tasks
 from distca.plan.span import Floats, Int64s, order_by
 from distca.schedule.base import ScheduleConfig, level_load, task_loads
+from distca.schedule.tiles.spans import Span, SpanCutter, Task
 
 _TASKS = 3
 """Number of a giver's tasks that are considered for a move, those with the largest loads."""
@@ -58,36 +59,32 @@ _MOVES_PER_SERVER = 30
 """Most moves for each server, in case moving does not end by itself."""
 
 
-class _Task(NamedTuple):
-    """A task of a server: one of the table that there was, by its row, or a new one, with -1."""
-
-    document: int
-    q_start: int
-    q_end: int
-    kv_start: int
-    kv_end: int
-    load: float
-    pairs: int
-    row: int = -1
-
-
-class _Span(NamedTuple):
-    """Rows `[q_cut, task.q_end)` by keys `[kv_start, kv_end)` of a task, of about `pairs` pairs."""
-
-    q_cut: int
-    kv_start: int
-    kv_end: int
-    pairs: float
-
-
 class _Tile(NamedTuple):
     """A span of a giver's task, with its price and recipient, which must receive `kv_rows`."""
 
     price: float
     task: int
     recipient: int
-    span: _Span
+    span: Span
     kv_rows: int
+
+
+class _Given(NamedTuple):
+    """A task that tiles are cut from.
+
+    Attributes:
+        server: its server, the giver.
+        number: its number among the giver's tasks.
+        task: the task.
+        surplus: load that the giver has too much.
+        travelling: spans whose rows all travel, by their pairs.
+    """
+
+    server: int
+    number: int
+    task: Task
+    surplus: float
+    travelling: dict[float, Span | None]
 
 
 def balance(
@@ -156,28 +153,50 @@ class _Mover:
             ]
         self._limits = [target * (1 + config.tolerance) for target in self._targets]
         self._least = config.least_rows()
+        self._spans = SpanCutter(config, mask, self._least)
         self._least_pairs = float(self._least**2)
         self._traffic: list[float] = traffic.tolist()
-        self._busiest = max(self._traffic)
+        # Seconds of each pool's busiest link.
+        self._busiest = [0.0] * self._pools
+        for pool, seconds in zip(self._pool, self._traffic, strict=True):
+            self._busiest[pool] = max(self._busiest[pool], seconds)
         self._buffered: list[float] = buffered.tolist()
-        self._by_server = order_by(tasks.server)
-        self._server_edges = np.searchsorted(tasks.server[self._by_server], np.arange(servers + 1))
+        by_server = order_by(tasks.server)
+        self._server_edges: list[int] = np.searchsorted(
+            tasks.server[by_server], np.arange(servers + 1)
+        ).tolist()
+        spans = (tasks.document, tasks.q_start, tasks.q_end, tasks.kv_start, tasks.kv_end)
+        columns = (*spans, self._all_loads, self._all_pairs)
+        # Columns of `Task`, sorted by server.
+        self._columns = [*(column[by_server] for column in columns), by_server]
         # Tasks of the servers that were looked at, by server; those of all others are unchanged.
-        self._touched: dict[int, list[_Task]] = {}
+        self._touched: dict[int, list[Task]] = {}
         self._held: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
     def run(self) -> Tasks:
-        givers = [(-load, n) for n, load in enumerate(self._loads) if load > self._limit(n)]
-        if givers:
+        givers: list[list[tuple[float, int]]] = [[] for _ in range(self._pools)]
+        for server, load in enumerate(self._loads):
+            if load > self._limit(server):
+                givers[self._pool[server]].append((-load, server))
+        if any(givers):
             self._index_documents()
-        heapq.heapify(givers)
+        for each in givers:
+            heapq.heapify(each)
         moves = 0
-        while givers and moves < _MOVES_PER_SERVER * len(self._loads):
-            _, server = heapq.heappop(givers)
-            if self._give(server):
-                moves += 1
+        # Pools share no loads, so that each moves one tile a round: all that is counted with numpy
+        # is counted for all pools at once.
+        while any(givers) and moves < _MOVES_PER_SERVER * len(self._loads):
+            chosen = []
+            for each in filter(None, givers):
+                _, server = heapq.heappop(each)
+                tile = self._best_tile(server)
+                if tile is not None:
+                    chosen.append((server, tile))
+            self._move(chosen)
+            moves += len(chosen)
+            for server, _ in chosen:
                 if self._loads[server] > self._limit(server):
-                    heapq.heappush(givers, (-self._loads[server], server))
+                    heapq.heappush(givers[self._pool[server]], (-self._loads[server], server))
         return self._result()
 
     def _sender(self, document: int, giver: int, recipient: int) -> int:
@@ -194,30 +213,30 @@ class _Mover:
         of tasks that have some."""
         placement, keys = self._plan.placement, self._plan.key_ranges
         document = np.concatenate([placement.document, keys.document])
-        self._holder_order = order_by(document)
-        self._holder_document = document[self._holder_order]
-        self._holder = np.concatenate([placement.rank, self._tasks.server[keys.task]])
+        order, numbers = order_by(document), np.arange(len(self._plan.lengths) + 1)
+        self._holder_edges = np.searchsorted(document[order], numbers)
         offset = self._plan.document_offsets[keys.document]
-        self._holds_from = np.concatenate([placement.start, keys.start - offset])
-        self._holds_to = np.concatenate([placement.end, keys.end - offset])
+        columns = (
+            np.concatenate([placement.rank, self._tasks.server[keys.task]]),
+            np.concatenate([placement.start, keys.start - offset]),
+            np.concatenate([placement.end, keys.end - offset]),
+        )
+        # A server, and the range of a document's keys that it has, sorted by document.
+        self._holders_of_all = [column[order] for column in columns]
 
-    def _tasks_of(self, server: int) -> list[_Task]:
+    def _tasks_of(self, server: int) -> list[Task]:
         if server not in self._touched:
             low, high = self._server_edges[server : server + 2]
-            mine, t = self._by_server[low:high], self._tasks
-            spans = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end)
-            columns = (column[mine] for column in (*spans, self._all_loads, self._all_pairs))
-            rows = zip(*(column.tolist() for column in columns), mine.tolist(), strict=True)
-            self._touched[server] = [_Task(*row) for row in rows]
+            mine = (column[low:high].tolist() for column in self._columns)
+            self._touched[server] = [*map(Task._make, zip(*mine, strict=True))]
         return self._touched[server]
 
     def _holders(self, document: int) -> dict[int, list[tuple[int, int]]]:
         """Returns the servers with keys of a document, and the joined ranges that they have."""
         held, prefix = self._holders_of_own(document), self._plan.cached_prefix
-        path = self._path(document)
-        if len(path) == 1 or prefix is None:
+        if self._plan.parents is None or prefix is None:
             return held
-        held = dict(held)
+        path, held = self._path(document), dict(held)
         for below, each in pairwise(path):
             # The document sees its parent's tokens up to where it branches off.
             until = int(prefix[below])
@@ -246,22 +265,23 @@ class _Mover:
     def _holders_of_own(self, document: int) -> dict[int, list[tuple[int, int]]]:
         """Returns the same without the keys of the document's parent."""
         if document not in self._held:
-            low, high = np.searchsorted(self._holder_document, [document, document + 1])
-            rows = self._holder_order[low:high]
+            low, high = self._holder_edges[document], self._holder_edges[document + 1]
+            columns = (column[low:high].tolist() for column in self._holders_of_all)
             held: dict[int, list[tuple[int, int]]] = {}
-            columns = (self._holder[rows], self._holds_from[rows], self._holds_to[rows])
-            for server, start, end in zip(*(c.tolist() for c in columns), strict=True):
+            for server, start, end in zip(*columns, strict=True):
                 held[server] = _joined(held.get(server, []), start, end)
             self._held[document] = held
         return self._held[document]
 
-    def _give(self, server: int) -> bool:
-        """Makes the best move away from a server; returns False if there is none."""
+    def _best_tile(self, server: int) -> _Tile | None:
+        """Returns the best tile to move away from a server; None if there is none."""
         mine = self._tasks_of(server)
         loads = [task.load for task in mine]
         heaviest = sorted(range(len(mine)), key=loads.__getitem__, reverse=True)[:_TASKS]
         pool = self._pool[server]
         emptiest = [server for _, server in self._by_load[pool][:_RECIPIENTS]]
+        surplus = self._loads[server] - self._limit(server) * (1 - _MARGIN)
+        surplus *= self._speeds[server]
         best: _Tile | None = None
         for number in heaviest:
             task = mine[number]
@@ -269,14 +289,11 @@ class _Mover:
             if min(rows, keys) < self._least or task.load <= 0:
                 continue
             held = self._holders(task.document)
+            given = _Given(server, number, task, surplus, {})
             for recipient in dict.fromkeys([*self._emptiest_of(held, pool), *emptiest]):
                 if recipient != server:
-                    spans = held.get(recipient, ())
-                    best = self._best_of(best, server, number, task, recipient, spans)
-        if best is None or best.price == math.inf:
-            return False
-        self._move(server, best)
-        return True
+                    best = self._best_of(best, given, recipient, held.get(recipient, ()))
+        return None if best is None or best.price == math.inf else best
 
     def _emptiest_of(self, servers: Collection[int], pool: int) -> list[int]:
         """Returns the servers with least load of some, in the order of all of a pool."""
@@ -291,9 +308,7 @@ class _Mover:
     def _best_of(
         self,
         best: _Tile | None,
-        server: int,
-        number: int,
-        task: _Task,
+        given: _Given,
         recipient: int,
         spans: Collection[tuple[int, int]],
     ) -> _Tile | None:
@@ -301,20 +316,17 @@ class _Mover:
 
         Args:
             best: cheapest tile so far, or None.
-            server: giver of the tiles.
-            number: number of the task among the giver's.
-            task: task to cut the tiles from.
+            given: task to cut the tiles from.
             recipient: server that would get them.
             spans: ranges of the document's keys that the recipient has.
         """
+        task, server = given.task, given.server
         free = self._targets[self._pool[recipient]] - self._loads[recipient]
         free *= self._speeds[recipient]
         if free * task.pairs < task.load * self._least_pairs:
             return best
-        surplus = self._loads[server] - self._limit(server) * (1 - _MARGIN)
-        surplus *= self._speeds[server]
         most = free * task.pairs / task.load
-        pairs = max(min(surplus * task.pairs / task.load, most), self._least_pairs)
+        pairs = max(min(given.surplus * task.pairs / task.load, most), self._least_pairs)
         low, high = 0, 0
         for start, end in spans:
             start = start if start > task.kv_start else task.kv_start
@@ -326,120 +338,74 @@ class _Mover:
         per_byte = self._config.links.seconds_per_byte(sender, recipient)
         # No tile has a lower price than its bytes a pair, at least: most are not worth cutting.
         limit = math.inf if best is None else best.price * (1 + _ROUNDING)
-        choices: list[tuple[_Span | None, bool]] = []
+        choices: list[tuple[Span | None, bool]] = []
         if per_byte * self._q_bytes < limit * (high - low):
             if has_all:
-                choices.append((self._last_rows(task, pairs), True))
+                choices.append((self._spans.last_rows(task, pairs), True))
             elif self._mask.window_left is None and high - low >= self._least:
-                choices.append((self._rectangle(task, pairs, low, high), True))
+                choices.append((self._spans.rectangle(task, pairs, low, high), True))
         least_bytes = 2 * (self._q_bytes * self._kv_bytes / pairs) ** 0.5
         if not has_all and per_byte * least_bytes < limit:
-            choices.append((self._travelling(task, pairs), False))
+            # Often several recipients have room for all that the giver has too much.
+            if pairs not in given.travelling:
+                given.travelling[pairs] = self._spans.travelling(task, pairs)
+            choices.append((given.travelling[pairs], False))
         for span, is_held in choices:
             if span is not None and span.pairs <= most * (1 + _ROUNDING):
-                tile = self._priced(sender, number, task, recipient, span, is_held, pairs, per_byte)
+                tile = self._priced(sender, given, recipient, span, is_held, pairs, per_byte)
                 if best is None or tile.price < best.price:
                     best = tile
         return best
 
-    def _travelling(self, task: _Task, pairs: float) -> _Span | None:
-        """Cuts off a tile; all of its rows travel."""
-        rows, keys = task.q_end - task.q_start, task.kv_end - task.kv_start
-        height = max((pairs * self._kv_bytes / self._q_bytes) ** 0.5, self._least)
-        span = task.q_end - task.kv_start
-        if task.q_end == task.kv_end and height + pairs / height > span:
-            # The diagonal is in the way: take the flattest tile below it, if any is large.
-            height = (span - max(span * span - 4 * pairs, 0.0) ** 0.5) / 2
-        width = round(pairs / min(height, rows))
-        if self._mask.window_left is not None or width >= keys or 4 * pairs > span * span:
-            return self._last_rows(task, pairs)
-        until = task.kv_start + max(width, self._least)
-        return self._rectangle(task, pairs, task.kv_start, until)
-
     def _priced(
         self,
         sender: int,
-        number: int,
-        task: _Task,
+        given: _Given,
         recipient: int,
-        span: _Span,
+        span: Span,
         held_already: bool,
         pairs: float,
         per_byte: float,
     ) -> _Tile:
         """Prices a tile; the price is infinite if it does not fit the recipient's arena."""
         kv_rows = 0 if held_already else span.kv_end - span.kv_start
-        rows = task.q_end - span.q_cut
+        rows = given.task.q_end - span.q_cut
         seconds = (rows * self._q_bytes + kv_rows * self._kv_bytes) * per_byte
         busy = max(self._traffic[sender], self._traffic[recipient]) + seconds
-        price = seconds * (1 + busy / max(busy, self._busiest)) / min(span.pairs, pairs)
+        busiest = max(busy, self._busiest[self._pool[recipient]])
+        price = seconds * (1 + busy / busiest) / min(span.pairs, pairs)
         bound = self._config.max_buffer_bytes
         if bound is not None:
             more = self._arena_bytes(rows, kv_rows)
             if self._buffered[recipient] + more > bound:
                 price = math.inf
-        return _Tile(price, number, recipient, span, kv_rows)
+        return _Tile(price, given.number, recipient, span, kv_rows)
 
     def _arena_bytes(self, q_rows: int, kv_rows: int) -> int:
         """Returns the bytes that the recipient of a tile stores to compute it."""
         return q_rows * self._config.shape.q_row_bytes + kv_rows * self._kv_bytes
 
-    def _last_rows(self, task: _Task, pairs: float) -> _Span:
-        """Cuts off a task's last rows, with all keys that they see."""
-        width = task.kv_end - task.kv_start
-        on_diagonal = task.q_end == task.kv_end
-        if self._mask.window_left is not None:
-            width = min(self._mask.window_left + 1, width)
-            on_diagonal = False
-        wanted = pairs / width
-        if on_diagonal:
-            # The corner above the diagonal is missing.
-            wanted = width - max(width * width - 2 * pairs, 0.0) ** 0.5
-        q_cut = self._row_cut(task, task.q_end - wanted)
-        rows = task.q_end - q_cut
-        corner = rows * (rows - 1) / 2 if on_diagonal else 0.0
-        first = max(task.kv_start, int(self._mask.first_key(q_cut)))
-        return _Span(q_cut, first, task.kv_end, rows * width - corner)
+    def _move(self, chosen: Sequence[tuple[int, _Tile]]) -> None:
+        """Moves tiles of givers in different pools; the rest of their tasks stays with them."""
+        cuts = [
+            self._spans.cut(self._tasks_of(server)[tile.task], tile.span) for server, tile in chosen
+        ]
+        tasks = self._new_tasks([each for cut in cuts for each in cut])
+        first = 0
+        for (server, tile), cut in zip(chosen, cuts, strict=True):
+            self._give(server, tile, tasks[first : first + len(cut)])
+            first += len(cut)
 
-    def _rectangle(self, task: _Task, pairs: float, kv_start: int, kv_end: int) -> _Span | None:
-        """Cuts off a task's last rows, over a range of keys that all of them see."""
-        block = self._config.block
-        if kv_start > task.kv_start:
-            kv_start = -(-kv_start // block) * block
-        on_diagonal = task.q_end == task.kv_end
-        if kv_end < task.kv_end or on_diagonal:
-            kv_end = kv_end // block * block
-        if kv_end - kv_start < self._least:
-            return None
-        cut = task.q_end - pairs / (kv_end - kv_start)
-        q_cut = self._row_cut(task, max(cut, kv_end) if on_diagonal else cut)
-        if on_diagonal and q_cut < kv_end - 1:
-            return None
-        return _Span(q_cut, kv_start, kv_end, (task.q_end - q_cut) * (kv_end - kv_start))
+    def _give(self, server: int, tile: _Tile, new: Sequence[Task]) -> None:
+        """Gives a tile to its recipient.
 
-    def _row_cut(self, task: _Task, wanted: float) -> int:
-        """Returns where to cut a task's rows, on a block and with neither side too small."""
-        block, least = self._config.block, self._least
-        cut = -(-int(wanted) // block) * block
-        if task.q_end - cut < least:
-            cut = (task.q_end - least) // block * block
-        return cut if cut - task.q_start >= least else task.q_start
-
-    def _move(self, server: int, tile: _Tile) -> None:
-        """Moves a tile to its recipient; the rest of its task stays with the giver."""
+        Args:
+            server: giver.
+            tile: what it gives.
+            new: tasks in place of the tile's task: that of the tile, and those that stay.
+        """
         mine = self._tasks_of(server)
         task, recipient, span = mine.pop(tile.task), tile.recipient, tile.span
-        given = (span.q_cut, task.q_end, span.kv_start, span.kv_end)
-        left = []
-        if span.q_cut > task.q_start:
-            ends = span.q_cut if task.q_end == task.kv_end else task.kv_end
-            left.append((task.q_start, span.q_cut, task.kv_start, ends))
-        # Under a window the tile's rows see no keys before the tile's.
-        if span.kv_start > task.kv_start and self._mask.window_left is None:
-            left.append((span.q_cut, task.q_end, task.kv_start, span.kv_start))
-        if span.kv_end < task.kv_end:
-            left.append((span.q_cut, task.q_end, span.kv_end, task.kv_end))
-        new = self._new_tasks(task.document, [given, *left])
         mine += new[1:]
         theirs = self._tasks_of(recipient)
         theirs.append(new[0])
@@ -456,19 +422,20 @@ class _Mover:
         seconds = moved * self._config.links.seconds_per_byte(sender, recipient)
         for place in (sender, recipient):
             self._traffic[place] += seconds
-            self._busiest = max(self._busiest, self._traffic[place])
+            pool = self._pool[place]
+            self._busiest[pool] = max(self._busiest[pool], self._traffic[place])
         self._buffered[recipient] += self._arena_bytes(rows, tile.kv_rows)
 
-    def _new_tasks(self, document: int, spans: list[tuple[int, int, int, int]]) -> list[_Task]:
-        q_start, q_end, kv_start, kv_end = np.array(spans, dtype=np.int64).T
-        column = np.full_like(q_start, document)
-        tasks = Tasks(column, q_start, q_end, kv_start, kv_end, column)
+    def _new_tasks(self, spans: Sequence[tuple[int, int, int, int, int]]) -> list[Task]:
+        """Makes tasks of spans `(document, q_start, q_end, kv_start, kv_end)`."""
+        document, q_start, q_end, kv_start, kv_end = (
+            np.array(spans, dtype=np.int64).reshape(-1, 5).T
+        )
+        tasks = Tasks(document, q_start, q_end, kv_start, kv_end, np.zeros_like(document))
         pairs = tasks.pairs(self._mask)
         loads = task_loads(tasks, self._mask, self._config.cost_model, pairs)
-        return [
-            _Task(document, *span, load, count)
-            for span, load, count in zip(spans, loads.tolist(), pairs.tolist(), strict=True)
-        ]
+        rest = zip(spans, loads.tolist(), pairs.tolist(), strict=True)
+        return [Task(*span, load, count) for span, load, count in rest]
 
     def _result(self) -> Tasks:
         if not self._touched:
