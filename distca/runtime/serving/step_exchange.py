@@ -348,7 +348,7 @@ def _batches(sequences: list[_Sequence], local_keys: int) -> list[list[_Sequence
     queries = np.concatenate([each.queries for each in ordered])
     keys = np.concatenate([each.keys for each in ordered])
     in_turn = (np.diff(keys) == 1).all() and ((keys < local_keys) == (keys[0] < local_keys)).all()
-    if in_turn and len(np.unique(queries)) == len(queries):
+    if in_turn and len(distinct(queries)) == len(queries):
         return [ordered]
     return [[each] for each in ordered]
 

@@ -113,7 +113,9 @@ class PrefillBatch:
         ranks = {*self.new.rank.tolist()}
         for stepped in self.plans.by_mask.values():
             ranks |= {*stepped.plan.tasks.server.tolist()}
-            for segments in (stepped.plan.q_segments, stepped.kv_segments):
+            # Ranks need the rows of the steps later, unless some are dropped.
+            both = (stepped.plan.q_segments, stepped.kv_segments) if stepped.drops else ()
+            for segments in both or [rows for each in stepped.step_segments for rows in each[:2]]:
                 ranks |= {*segments.owner.tolist()}
         return ranks
 

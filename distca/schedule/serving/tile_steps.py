@@ -31,7 +31,7 @@ def in_steps(plan: Plan, config: ScheduleConfig) -> SteppedPlan:
     """
     first, last = _source_ranks(plan)
     server, links = plan.tasks.server, config.links
-    away = (first != server).any(axis=0) | (last != server).any(axis=0)
+    away = _are_away(first, last, server)
     stepped = SteppedPlan.at_once(plan)
     if away.all():
         return stepped
@@ -74,6 +74,8 @@ def predicted_seconds(
         server_loads(plan.tasks[stepped.step == step], plan.mask, ranks, config.cost_model) / speeds
         for step in range(stepped.steps)
     ]
+    if stepped.steps == 1 and not _are_away(*_source_ranks(plan), plan.tasks.server).any():
+        return float((loads[0] + busy).max())
     moved = [each.messages for each in step_bytes(stepped, config.shape)]
     clock, exchanges = np.zeros(ranks), _Exchanges(ranks, config.links)
     arrives: dict[int, Floats] = {}
@@ -137,6 +139,13 @@ def _source_ranks(plan: Plan) -> tuple[Int64s, Int64s]:
         whole = base + high <= end[run]
         owners.append((rank[run], np.where(whole, rank[run], -1)))
     return np.stack([low for low, _ in owners]), np.stack([high for _, high in owners])
+
+
+def _are_away(first: Int64s, last: Int64s, server: Int64s) -> Bools:
+    """Returns whether rows of each task travel to its server, bool `[tasks]`; see
+    `_source_ranks`."""
+    away: Bools = (first != server).any(axis=0) | (last != server).any(axis=0)
+    return away
 
 
 def _first_at_home(plan: Plan, home: Bools, hidden: Floats, config: ScheduleConfig) -> Int64s:
