@@ -14,7 +14,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Plan, SteppedPlan, validate_stepped_plan
 from distca.schedule import move_tiles
 from distca.schedule.base import task_loads, tasks_at_home
-from distca.schedule.serving import nobody_holds
+from distca.schedule.serving import balanced, nobody_holds
 from distca.schedule.serving.balanced import BalancedTiles
 from distca.schedule.serving.tile_steps import _first_at_home, in_steps
 from support.balanced import BLOCK, eager_tiles
@@ -127,6 +127,21 @@ def test_the_shortest_tasks_at_home_hide_the_rows_of_tiles() -> None:
     # Without the shortest one the next hides all.
     chosen = _first_at_home(plan, plan.tasks.document != 2, hidden, config)
     assert {*plan.tasks.document[chosen].tolist()} == {4, 5}
+
+
+@pytest.mark.parametrize("lengths", [(400, 400, 5, 5), (800, 400, 200, 5)])
+def test_ranks_that_wait_for_another_node_get_less(lengths: tuple[int, ...]) -> None:
+    """Kernels are so fast that rows between nodes take about as long as their attention."""
+    new = prompts(*((length, rank) for rank, length in enumerate(lengths)), ranks=4)
+    strategy = eager_tiles(SHAPE, ranks_per_node=2, flops_per_second=2.5e12)
+    held, nothing = nobody_holds(4), np.zeros(4)
+    sooner = strategy.plan(held, new, Mask())
+    with mock.patch.object(balanced, "seconds_apart", return_value=nothing):
+        later = strategy.plan(held, new, Mask())
+    assert sooner.plan.loads()[2:].sum() < 0.8 * later.plan.loads()[2:].sum()
+    assert strategy.seconds(sooner, nothing) < 0.97 * strategy.seconds(later, nothing)
+    validate_stepped_plan(sooner)
+    run_virtually(sooner, SHAPE, torch.float32)
 
 
 @settings(max_examples=30)

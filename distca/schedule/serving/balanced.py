@@ -15,6 +15,7 @@ from ranks that have much to ranks that have little, by the scheduler of trainin
   prompts are short.
 * *Nodes.* On several nodes tiles move inside a node first, and between nodes only what nodes differ
   by. Whoever computed a tile, the owner of its prompt sends its rows, and its link is charged.
+  Ranks that wait for rows of other nodes get less, if that ends sooner.
 * *Steps.* A rank computes what it has all rows of, while the rows of the tiles travel. Tiles from
   other nodes are computed last (`tile_steps.py`).
 
@@ -34,12 +35,12 @@ from distca.plan.span import Floats
 from distca.schedule.base import ScheduleConfig, level_load, task_loads, tasks_at_home
 from distca.schedule.serving.rings import tasks_of, visible_pieces
 from distca.schedule.serving.steps import step_tokens
-from distca.schedule.serving.tile_steps import in_steps, predicted_seconds
+from distca.schedule.serving.tile_steps import in_steps, predicted_seconds, seconds_apart
 from distca.schedule.tiles.scheduler import move_tiles
 
 NAME: Literal["tiles"] = "tiles"
 
-_BETWEEN_NODES = 0.05
+_BETWEEN_NODES = 0.04
 """Part of the mean by which a rank's attention may exceed it before tiles leave a node."""
 
 _LONG = 8192
@@ -117,13 +118,17 @@ class BalancedTiles:
         if of_node == 1 or ranks <= of_node:
             return [move_tiles(home, self.config, busy)]
         inside = move_tiles(home, self.config, busy, np.arange(ranks) // of_node)
-        wider = replace(self.config, tolerance=max(_BETWEEN_NODES, self.config.tolerance))
+        wider = replace(self.config, tolerance=_BETWEEN_NODES)
         if not self._pays_between_nodes(self._surplus(inside, busy)):
             return [inside]
         # Rows come from their owner, whoever computed the tile inside the node.
         sources = np.zeros(len(home.lengths), dtype=np.int64)
         sources[new.document] = new.rank
-        return [inside, move_tiles(inside, wider, busy, sources=sources)]
+        both = move_tiles(inside, wider, busy, sources=sources)
+        # Until tiles of other nodes arrive, ranks compute what they have without these.
+        own = self._loads(inside.tasks, inside.mask, ranks)
+        waits = seconds_apart(in_steps(both, self.config), self.config, own)
+        return [inside, both, move_tiles(inside, wider, busy + waits, sources=sources)]
 
     def _pays_between_nodes(self, surplus: float) -> bool:
         """Returns whether rows between nodes travel for less time than their attention takes.

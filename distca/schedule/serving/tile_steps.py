@@ -94,6 +94,33 @@ def predicted_seconds(
     return float((clock + busy).max())
 
 
+def seconds_apart(stepped: SteppedPlan, config: ScheduleConfig, own: Floats) -> Floats:
+    """Predicts for how long ranks that compute tiles of other nodes cannot do so in a layer,
+    `[ranks]`: until the rows of these tiles are there, and once their outputs leave; 0 for others.
+
+    Args:
+        stepped: a plan of `in_steps`.
+        config: heads and links.
+        own: seconds of what a rank computes without these tiles, `[ranks]`.
+    """
+    messages, links = stepped_bytes(stepped, config.shape).messages, config.links
+
+    def arrives(moved: Messages, far: bool) -> Floats:
+        chosen = (links.node(moved.source) != links.node(moved.destination)) == far
+        source, destination = moved.source[chosen], moved.destination[chosen]
+        seconds = moved.sizes[chosen] * 1e-9 / links.gb_per_s(source, destination)
+        sent, received = (
+            np.bincount(rank, weights=seconds, minlength=len(own)) for rank in (source, destination)
+        )
+        np.maximum.at(received, destination, sent[source])
+        return received
+
+    dispatch, back = messages["dispatch"], messages["combine"].back
+    rows, outputs = arrives(dispatch, True), arrives(back, True)
+    waits = np.maximum(rows + arrives(dispatch, False) - own, 0.0) + outputs
+    return np.where(rows > 0, waits, 0.0)
+
+
 class _Exchanges:
     """Exchanges one after the other, each through ports that are free once the one before has left.
 
