@@ -69,6 +69,11 @@ def test_simulated_ways_are_in_order() -> None:
     assert 0.9 < case.of_ideal("tiles") <= 1.0
     assert case.of_ideal("plain") < case.of_ideal("tiles")
     assert min(case.nbytes) >= 0 < max(case.nbytes)
+    # What tiles take beyond the ideal adds up.
+    ideal = sum(case.ideal) / len(case.ideal)
+    assert min(case.lost()) >= 0
+    assert ideal + sum(case.lost()) == pytest.approx(case.mean("tiles"))
+    assert len(case.planned) == 6
 
 
 def test_equal_short_prompts_are_not_slower() -> None:
