@@ -34,7 +34,7 @@ def test_the_page_names_every_class_that_ranks_run() -> None:
 
 def test_the_page_names_every_kind_of_quantized_weights_that_ranks_run() -> None:
     assert proved("QUANTIZED") == list(KINDS)
-    assert named("for these quantized weights", "Refused by name") == list(KINDS)
+    assert named("for these quantized weights", "Refused: other") == list(KINDS)
 
 
 def test_the_page_names_the_versions_of_vllm_that_were_tested() -> None:
