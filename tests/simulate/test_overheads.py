@@ -98,7 +98,7 @@ RUNS: dict[str, Callable[[InferenceCosts], float]] = {
     "decode": lambda costs: decode(costs).seconds,
     "sp-ntp": lambda costs: shared(costs).seconds,
     "chain": chain,
-    "vllm": lambda costs: Replicas(costs, 1).seconds([(0, 500)], [900, 1000]),
+    "vllm": lambda costs: Replicas(costs, 1, graph_tokens=0).seconds([(0, 500)], [900, 1000]),
     "vllm, decode": lambda costs: Replicas(costs, 1).seconds([], [900, 1000]),
     "decode times": decode_times,
     "searched chain": searched,

@@ -13,8 +13,14 @@ from distca.schedule.serving.iteration import plan_iteration
 from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.simulate import CLUSTERS
 from distca.simulate.requests import Request, RequestTrace
-from distca.simulate.requests.vllm import PrefillRanks, Replicas, answer, room_of
-from distca.simulate.serving import InferenceCosts, simulate_step
+from distca.simulate.requests.vllm import (
+    PrefillRanks,
+    PrefillServers,
+    Replicas,
+    answer,
+    room_of,
+)
+from distca.simulate.serving import InferenceCosts, Overheads, simulate_step
 
 MODEL = replace(MODELS["llama-8b"], layers=4)
 COSTS = InferenceCosts(MODEL, CLUSTERS["dgx-h100"])
@@ -114,3 +120,51 @@ def test_nobody_has_more_than_there_is_room_for() -> None:
     found = answer(trace((0.0, half, 5), (0.0, half, 5)), ONE)
     alone = answer(trace((0.0, half, 5)), ONE)
     assert found.ttft[1] == pytest.approx(alone.seconds + alone.ttft[0])
+
+
+def test_graphs_launch_what_decodes_and_short_chunks() -> None:
+    """The longest chunk that they launch is vLLM's, rows of sequences that decode included."""
+    slow, quick = Overheads(iteration_seconds=1.0), Overheads(iteration_seconds=0.25)
+    charged = Replicas(replace(COSTS, overheads=slow, decode_overheads=quick), 1)
+    cases = (([(0, 512)], [], 0.25), ([(0, 511)], [100, 100], 1.0), ([(0, 513)], [], 1.0))
+    for chunks, rows, more in (*cases, ([], [100] * 600, 0.25)):
+        assert charged.seconds(chunks, rows) - ONE.seconds(chunks, rows) == pytest.approx(more)
+
+
+def servers(number: int, tensor: int, least: int = 0, speed: float = 1e15) -> PrefillServers:
+    return PrefillServers(Replicas(replace(COSTS, tensor_parallel=tensor), number), least, speed)
+
+
+def test_a_server_that_only_prefills_takes_what_vllm_takes() -> None:
+    tokens = 20001
+    found = answer(trace((0.0, tokens, 1)), ONE, servers(1, 4))
+    alone = servers(1, 4).vllm
+    chunks = [alone.seconds([(at, min(8192, 20000 - at))], []) for at in (0, 8192, 16384)]
+    # All heads are written at the server that decodes.
+    nbytes = (tokens - 1) * COSTS.shape.kv_row_bytes * MODEL.layers
+    written = 2 * nbytes / COSTS.cluster.copied_bytes_per_second
+    last = ONE.seconds([(tokens - 1, 1)], [])
+    assert found.asked.all()
+    assert found.ttft[0] == pytest.approx(sum(chunks) + written + last)
+    # One GPU receives, over one link.
+    slow = answer(trace((0.0, tokens, 1)), ONE, servers(1, 4, speed=1e7))
+    assert slow.ttft[0] == pytest.approx(nbytes / 1e7, rel=0.05)
+    four = Replicas(replace(COSTS, tensor_parallel=4), 1)
+    wide = answer(trace((0.0, tokens, 1)), four, servers(1, 4, speed=1e7))
+    assert wide.ttft[0] == pytest.approx(nbytes / 4e7, rel=0.05)
+    assert (servers(3, 4).gpus, ranks(3).gpus) == (12, 3)
+
+
+def test_prompts_go_to_the_server_with_the_fewest_tokens_left() -> None:
+    # The third finds one server with 500 tokens, and one with 60,000.
+    requests = trace((0.0, 60000, 1), (0.0, 500, 1), (0.0, 500, 1))
+    two = answer(requests, ONE, servers(2, 1))
+    assert two.ttft[2] < 0.1 * two.ttft[0]
+    one = answer(requests, ONE, servers(1, 1))
+    assert one.ttft[2] > 0.9 * one.ttft[0]
+    # Prompts that are computed no longer count.
+    later = trace((0.0, 40000, 1), (0.0, 500, 1), (9.0, 30000, 1), (9.0, 30000, 1))
+    apart = answer(later, ONE, servers(2, 1))
+    assert apart.ttft[2:].max() < 1.1 * answer(trace((0.0, 30000, 1)), ONE, servers(1, 1)).ttft[0]
+    least = answer(requests, ONE, servers(2, 1, least=1024))
+    assert least.asked.tolist() == [True, False, False]

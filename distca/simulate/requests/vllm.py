@@ -7,7 +7,8 @@ replica of the least load, as vLLM counts it for data-parallel replicas.
 
 Prefill ranks run the engine's own scheduler and plans, which say how long an iteration takes.
 Prompts of at least `least` tokens are theirs, but for the last token. Rows of a layer leave once it
-is computed. A replica writes what has come between two of its steps.
+is computed. A replica writes what has come between two of its steps. Servers that only prefill may
+take the place of ranks, as in vLLM's own disaggregated prefill.
 
 Every request has room for its prompt and its whole answer before it starts, so nothing is
 preempted. What hosts compute is in the costs' `overheads`; each iteration of the prefill ranks
@@ -28,6 +29,8 @@ from distca.cost.kernel_time import CostModel
 from distca.plan.span import Bools, Floats
 from distca.schedule.serving.batches import PrefillStrategy
 from distca.schedule.serving.limits import SchedulerConfig
+from distca.schedule.serving.moves import BlockTransfer
+from distca.schedule.serving.scheduled import ScheduledTokens
 from distca.simulate.requests.costs import PlannedCosts
 from distca.simulate.requests.engine import SimulatedEngine, SimulatedIteration
 from distca.simulate.requests.traces import Request, RequestTrace
@@ -46,12 +49,15 @@ class Replicas:
         number: replicas.
         tokens: most tokens of a step.
         sequences: most sequences that run in a replica.
+        graph_tokens: most tokens of a step with chunks that is launched as those that only decode
+            are; vLLM captures graphs of up to 512 tokens.
     """
 
     costs: InferenceCosts
     number: int
     tokens: int = 8192
     sequences: int = 1024
+    graph_tokens: int = 512
 
     @property
     def gpus(self) -> int:
@@ -69,8 +75,8 @@ class Replicas:
 
     @cached_property
     def _kinds(self) -> tuple[tuple[InferenceCosts, CostModel, dict[int, float]], ...]:
-        """Costs of steps with chunks, and of those without; seconds of their layers' linear parts
-        by tokens, as they become known."""
+        """Costs of steps whose kernels are launched one by one, and of those that graphs launch;
+        seconds of their layers' linear parts by tokens, as they become known."""
         both = self.costs, self.costs.of_decode()
         return tuple((costs, costs.attention_cost(), {}) for costs in both)
 
@@ -81,9 +87,9 @@ class Replicas:
             chunks: of each chunk of a prompt the tokens before it, and its own.
             rows: of each sequence that decodes the tokens that it sees.
         """
-        costs, model, linear = self._kinds[not chunks]
-        layers = costs.model.layers
         tokens = sum(count for _, count in chunks) + len(rows)
+        costs, model, linear = self._kinds[not chunks or tokens <= self.graph_tokens]
+        layers = costs.model.layers
         if tokens not in linear:
             of_all = np.array([tokens], dtype=np.int64)
             linear[tokens] = float((costs.pre_seconds(of_all) + costs.post_seconds(of_all))[0])
@@ -98,13 +104,13 @@ class Replicas:
 
 @dataclass(frozen=True)
 class PrefillRanks:
-    """Ranks of a GPU each that prefill for vLLM.
+    """Ranks that prefill for vLLM.
 
     Attributes:
-        costs: costs of the model on a GPU.
-        number: ranks.
+        costs: costs of the model on a rank's GPUs.
+        number: ranks that share prompts.
         least: fewest tokens of a prompt that they are asked for.
-        bytes_per_second: speed of a rank's way to vLLM.
+        bytes_per_second: speed of a GPU's way to vLLM.
         strategy: what travels between the ranks, or who chooses it.
         tokens: most tokens of an iteration.
         sequences: most prompts that run.
@@ -122,12 +128,73 @@ class PrefillRanks:
     block_size: int = 128
     host_seconds: float = 0.0
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of all ranks."""
+        return self.number * self.costs.tensor_parallel
+
     def engine(self) -> SimulatedEngine:
         """Makes the ranks' engine."""
         size, number = self.block_size, self.number
         limits = SchedulerConfig(self.sequences, self.tokens, size, 0, prefix_caching=False)
         costs = PlannedCosts(self.costs, number, size, self.strategy)
         return SimulatedEngine(limits, costs, number, room_of(self.costs) // size, size)
+
+    def engines(self) -> list[SimulatedEngine]:
+        """Makes the only engine."""
+        return [self.engine()]
+
+
+@dataclass(frozen=True)
+class PrefillServers:
+    """vLLM's disaggregated prefill: servers that only prefill, each prompt on one of them.
+
+    Attributes:
+        vllm: the servers. A prompt goes to the one with the fewest tokens to compute.
+        least: fewest tokens of a prompt that they are asked for.
+        bytes_per_second: speed of a GPU's way to the servers that decode.
+        block_size: tokens of a block.
+    """
+
+    vllm: Replicas
+    least: int
+    bytes_per_second: float
+    block_size: int = 128
+
+    number, host_seconds = 1, 0.0
+
+    @property
+    def costs(self) -> InferenceCosts:
+        """Costs of the model on a server's GPUs."""
+        return self.vllm.costs
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all servers."""
+        return self.vllm.gpus
+
+    def engines(self) -> list[SimulatedEngine]:
+        """Makes the servers' engines."""
+        size, of = self.block_size, self.vllm
+        limits = SchedulerConfig(of.sequences, of.tokens, size, 0, prefix_caching=False)
+        costs = _ServerCosts(of)
+        return [SimulatedEngine(limits, costs, 1, of.room // size, size) for _ in range(of.number)]
+
+
+@dataclass(frozen=True)
+class _ServerCosts:
+    """`IterationCosts` of a server that only prefills."""
+
+    vllm: Replicas
+
+    def seconds(self, feeds: Sequence[ScheduledTokens], moves: Sequence[BlockTransfer]) -> float:
+        """See `IterationCosts.seconds`."""
+        assert not moves, "a server is one rank"
+        return self.vllm.seconds([(each.start, each.count) for each in feeds], [])
+
+
+Prefilling = PrefillRanks | PrefillServers
+"""What prefills for the servers that decode."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +230,13 @@ def room_of(costs: InferenceCosts) -> int:
     return room
 
 
-def answer(trace: RequestTrace, vllm: Replicas, ranks: PrefillRanks | None = None) -> Answered:
+def answer(trace: RequestTrace, vllm: Replicas, ranks: Prefilling | None = None) -> Answered:
     """Simulates a trace.
 
     Args:
         trace: requests.
         vllm: servers that answer.
-        ranks: what prefills long prompts; None: the servers alone.
+        ranks: what prefills long prompts; None: the servers do.
 
     Raises:
         ValueError: a request is longer than a replica or the ranks have room for.
@@ -219,10 +286,19 @@ class _Replica:
         return _WAITING * (len(self.waiting) + len(self.loaded) + self.loading) + len(self.running)
 
 
+@dataclass
+class _Instance:
+    """An engine of prefill ranks, and tokens of its prompts that are not computed."""
+
+    engine: SimulatedEngine
+    left: int = 0
+
+
 class _Run:
-    def __init__(self, trace: RequestTrace, vllm: Replicas, ranks: PrefillRanks | None) -> None:
+    def __init__(self, trace: RequestTrace, vllm: Replicas, ranks: Prefilling | None) -> None:
         self._vllm, self._ranks = vllm, ranks
-        self._engine = None if ranks is None else ranks.engine()
+        self._instances = [_Instance(each) for each in ([] if ranks is None else ranks.engines())]
+        self._prefilled_by: dict[int, _Instance] = {}
         self._sequences = [_Sequence(n, each) for n, each in enumerate(trace.requests)]
         longest = max(each.whole for each in self._sequences)
         if longest > vllm.room:
@@ -327,41 +403,44 @@ class _Run:
     # Prefill ranks.
 
     def _ask(self, each: _Sequence, replica: _Replica) -> None:
-        assert self._engine is not None
         each.asked = True
         replica.loading += 1
-        self._engine.add(each.number, [0] * (each.request.prompt - 1), 0, self._now)
-        self._at(self._now, self._iterate)
+        tokens = each.request.prompt - 1
+        instance = min(self._instances, key=lambda each: each.left)
+        self._prefilled_by[each.number] = instance
+        instance.left += tokens
+        instance.engine.add(each.number, [0] * tokens, 0, self._now)
+        self._at(self._now, partial(self._iterate, instance))
 
-    def _iterate(self) -> None:
+    def _iterate(self, instance: _Instance) -> None:
         """Begins an iteration of the ranks, unless one is under way or there is nothing to do."""
-        assert self._engine is not None
         assert self._ranks is not None
-        if self._engine.busy:
+        if instance.engine.busy:
             return
-        begun = self._engine.begin()
+        begun = instance.engine.begin()
         if begun is not None:
             end = self._now + self._ranks.host_seconds + begun.seconds
-            self._at(end, partial(self._iterated, begun, self._now))
+            self._at(end, partial(self._iterated, instance, begun, self._now))
 
-    def _iterated(self, begun: SimulatedIteration, start: float) -> None:
-        assert self._engine is not None
-        self._engine.end()
+    def _iterated(self, instance: _Instance, begun: SimulatedIteration, start: float) -> None:
+        instance.engine.end()
         for entry in begun.batch.feeds:
             each = self._sequences[entry.sequence]
+            instance.left -= entry.count
             landed = self._send(each, entry.count, start)
             if entry.start + entry.count == each.request.prompt - 1:
                 self._at(landed, partial(self._load, each))
-        self._iterate()
+        self._iterate(instance)
 
     def _send(self, each: _Sequence, tokens: int, start: float) -> float:
         """Sends rows of an iteration that began at `start` and ends now; returns when they are
         there."""
         assert self._ranks is not None
         ranks, replica, costs = self._ranks, self._of[each.number], self._vllm.costs
-        layers = costs.model.layers
-        nbytes = tokens * ranks.costs.shape.kv_row_bytes * layers
-        seconds = nbytes / (ranks.bytes_per_second * min(ranks.number, costs.tensor_parallel))
+        layers, of_rank = costs.model.layers, ranks.costs.tensor_parallel
+        nbytes = tokens * ranks.costs.shape.kv_row_bytes * layers * of_rank
+        links = min(ranks.number * of_rank, costs.tensor_parallel)
+        seconds = nbytes / (ranks.bytes_per_second * links)
         first = start + (self._now - start) / layers
         landed = max(max(replica.link_free, first) + seconds, self._now + seconds / layers)
         replica.link_free = landed
@@ -373,11 +452,11 @@ class _Run:
 
     def _load(self, each: _Sequence) -> None:
         """Lets a request run whose rows are all there."""
-        assert self._engine is not None
-        self._engine.abort(each.number)
+        instance = self._prefilled_by[each.number]
+        instance.engine.abort(each.number)
         replica = self._of[each.number]
         replica.loading -= 1
         each.computed = each.request.prompt - 1
         replica.loaded.append(each)
         self._step(replica)
-        self._at(self._now, self._iterate)
+        self._at(self._now, partial(self._iterate, instance))
