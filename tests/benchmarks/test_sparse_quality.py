@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from benchmarks.serving.sparse_quality import (
     PER_NODE,
     RANKS,
     READ,
+    TOKENS,
     levels_of,
     measure,
     recalled_share,
@@ -25,6 +27,7 @@ from benchmarks.serving.sparse_quality import (
 from distca.cost.link import Links
 from distca.inference.models import read_model
 from distca.inference.sparsity_calibration import NEEDLE
+from distca.runtime.serving.importance import OBSERVERS
 from distca.schedule.serving.csps import Levels
 
 LEVELS = Levels(Links(PER_NODE), RANKS)
@@ -44,6 +47,34 @@ def test_needles_are_as_far_as_they_should_be(distance: int) -> None:
 def test_a_needle_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="985 tokens back does not fit into 984 tokens"):
         with_needle_at([1] * 1000, 985, 3)
+
+
+def test_a_needle_alone_has_its_tokens_nowhere_else() -> None:
+    prompt = [n % 97 for n in range(1000)]
+    usual, alone = (with_needle_at(prompt, 300, 3, each) for each in (False, True))
+    needle, place = alone[-NEEDLE:], slice(1000 - 2 * NEEDLE - 300, 1000 - NEEDLE - 300)
+    assert (alone[place], usual[-NEEDLE:]) == (needle, needle)
+    rest = alone[: place.start] + alone[place.stop : -NEEDLE]
+    before = usual[: place.start] + usual[place.stop : -NEEDLE]
+    assert not {*rest} & {*needle}
+    assert len(rest) == len(before)
+    assert all(a == b or b in needle for a, b in zip(rest, before, strict=True))
+    assert {*before} & {*needle}
+
+
+def test_where_needles_lie_on_their_ranks() -> None:
+    """Those at 592 and 640 are in one piece of a rank, among its last 64 queries and before."""
+    new = LEVELS.shard(np.array([0]), np.array([TOKENS]))
+    pieces = {}
+    for distance in (592, 640, 960):
+        start = TOKENS - 2 * NEEDLE - distance
+        (piece,) = np.flatnonzero((new.start <= start) & (start + NEEDLE <= new.end))
+        of_rank = np.flatnonzero(new.rank == new.rank[piece])
+        last = max(of_rank, key=lambda each: new.end[each])
+        pieces[distance] = (int(piece), bool(piece == last and start >= new.end[piece] - OBSERVERS))
+    assert pieces[592][0] == pieces[640][0]
+    assert [among for _, among in pieces.values()] == [True, False, False]
+    assert pieces[960][0] != pieces[640][0]
 
 
 def test_distances_are_named_by_the_ranks_of_needle_and_question() -> None:
@@ -80,12 +111,13 @@ def test_nothing_dropped_is_the_models_own_perplexity(
     assert sparse.perplexity != pytest.approx(dense.perplexity, rel=1e-4)
     # Its circuit finds codes before any training, if their keys are there.
     assert dense.recalled[320] >= sparse.recalled[320]
+    assert dense.alone[320] >= dense.recalled[320]
 
 
 def test_the_index_says_what_the_stored_figures_say() -> None:
     dense, *sparse = stored_json("serving/sparse_quality")
     (a_fifth,) = (each for each in sparse if each["drop"] == 0.2)
-    far = ("320", "640", "960")
+    far = [distance for distance in dense["recalled"] if int(distance) > 256]
     before, after = (
         span([each["recalled"][distance] for distance in far], ".0%") for each in (dense, a_fifth)
     )
