@@ -46,7 +46,8 @@ from distca.simulate.requests import (
     light_load,
     planned_seconds,
 )
-from distca.simulate.serving import InferenceCosts, simulate_step
+from distca.simulate.requests.traces import K
+from distca.simulate.serving import PREFILL_OVERHEADS, InferenceCosts, simulate_step
 
 A100 = CLUSTERS["dgx-a100"]
 LOADS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75)
@@ -137,8 +138,8 @@ class Served:
 def simulated_times(model: str, tensor_parallel: int, degrees: Sequence[int]) -> PrefillModel:
     """Eq. 1 of a model for which the paper lists no prefills, fitted to simulated ones of 4K to
     256K tokens."""
-    costs = InferenceCosts(MODELS[model], A100, tensor_parallel)
-    kernels, mask, none = A100.inference_cost(costs.shape), Mask(), np.array([0])
+    costs = InferenceCosts(MODELS[model], A100, tensor_parallel, overheads=PREFILL_OVERHEADS)
+    kernels, mask, none = costs.attention_cost(), Mask(), np.array([0])
     found = []
     for degree in degrees:
         for tokens in (4096 << doubled for doubled in range(7)):
@@ -210,6 +211,11 @@ def ablate(model: str, trace: str, served: Served) -> Ablated:
 
 def page(found: Sequence[Ablated], requests: int, seeds: int) -> Iterator[str]:
     """Lines of the page."""
+    lengths = (
+        f"{name} has prompts of {of.shortest / K:g}K to {of.longest / K:g}K tokens, on average "
+        f"{of.mean / K:g}K"
+        for name, of in PRESETS.items()
+    )
     yield from (
         "# CDSP without its parts, simulated",
         "",
@@ -217,15 +223,27 @@ def page(found: Sequence[Ablated], requests: int, seeds: int) -> Iterator[str]:
         "",
         f"{requests:,} requests of each mix of Tetris, means of {seeds} seeds. llama-8b: 16 "
         "prefill ranks of one A100 each on two nodes, by the paper's Table 1. llama-70b: 8 prefill "
-        "ranks of 4 A100s each on four nodes, by simulated prefills, since the paper lists none. "
+        "ranks of 4 A100s each on four nodes, by simulated prefills, since the paper lists none; "
+        "these are charged the overheads of `distca simulate` ([published.md](published.md)). "
         "Prompts are planned as they arrive, and groups that share no ranks do not wait for each "
         "other, as in the paper. Nothing was measured.",
+        "",
+        f"*Mixes*: {'; '.join(lengths)}. Lengths are drawn from a log-normal with these ends and "
+        "this mean, answers have "
+        f"{' and '.join(sorted({str(of.answer) for of in PRESETS.values()}))} tokens, and arrivals "
+        "are a Poisson process.",
+        "",
+        "*Strategies*: fixed-N gives each prompt N ranks, so that fixed-8 is all ranks of "
+        "llama-70b. greedy gives it the free ranks with which it ends first. single-chunk is CDSP "
+        "where a prompt is one chunk.",
         "",
         "## Load, and first tokens at the load of the best baseline (Figures 8 to 10)",
         "",
         "*Load*: requests a second at which 99% have their first token within 25 times the mean of "
-        "requests that are alone. *P50* and *P99*: seconds to the first token at the load that the "
-        "best baseline sustains (bold), over those of CDSP. Improvement rates and the most ranks "
+        "requests that are alone. *P50* and *P99 over CDSP's*: ratios of seconds to the first "
+        "token, at the load that the best baseline sustains (bold). Baselines that sustain less "
+        "are overloaded there: their line and the ratio grow as long as requests arrive. "
+        "Improvement rates and the most ranks "
         "of a group are profiled by load on other requests, by least P99.",
         "",
     )
@@ -239,18 +257,32 @@ def page(found: Sequence[Ablated], requests: int, seeds: int) -> Iterator[str]:
                 [each.model, each.trace, shown, f"{capacity:.2f}", f"{ratio:.2f}"]
                 + [f"{time:.2f}" for time in times]
             )
-    head = ["model", "mix", "strategy", "load", "CDSP's load over it", "P50", "P99"]
+    head = ["model", "mix", "strategy", "load", "CDSP's load over it"]
+    head += ["P50 over CDSP's", "P99 over CDSP's"]
     yield from (pages.table(head, rows), "")
+    same = [
+        f"{each.model}, {each.trace}"
+        for each in found
+        if each.capacities["greedy"] == each.capacities[f"fixed-{_RANKS}"]
+    ]
+    if same:
+        yield from (
+            f"greedy and fixed-{_RANKS} sustain the same in {'; '.join(same)}: greedy gives each "
+            f"prompt {_RANKS} ranks there, with which it is fastest.",
+            "",
+        )
     yield from (
         "## Single chunks (Figure 13)",
         "",
-        "Seconds to the first token without chunks over those with them, P50 and P99, by load over "
+        "Ratios: seconds to the first token without chunks over those with them, P50 / P99, by "
+        "load over "
         "the best baseline's. *Rates alone*: both have the improvement rate with which CDSP's "
         "median is least at this load, as in the paper. *With bounds*: improvement rates and the "
         "most ranks of a group are profiled for both, by least P99.",
         "",
     )
-    titles = ["model", "mix", "profiled", *(f"{times:g}" for times in LOADS), "most, P50", "P99"]
+    titles = ["model", "mix", "profiled", *(f"{times:g}" for times in LOADS)]
+    titles += ["most, P50", "most, P99"]
     rows = []
     for each in found:
         for name, ratios in (("rates alone", each.without_chunks), ("with bounds", each.bounded)):

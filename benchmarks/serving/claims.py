@@ -94,6 +94,11 @@ def claims_page() -> str:
             "",
             "`python benchmarks/serving/claims.py`, from the stored results.",
             "",
+            "Times that [published.md](published.md) simulates are its figures: what its fits, "
+            "with rates of each system, predict for numbers that they did not see, and its "
+            "comparisons by the fit to all. That page also says how far the commands' defaults, "
+            "which know no system, are from the same numbers.",
+            "",
             "No GPU was used: figures are simulated, or measured on CPU processes with small "
             "models, and rows say which. *Reproduced*: within 10% of the published figure, or a "
             "test shows that the code does the same. *Differs by*: by how much or in what, and "

@@ -4,7 +4,9 @@
 
 No GPU is needed. The loads are those of `vllm_prefill.py` with longer prompts and answers. vLLM
 alone has all GPUs, as replicas of one size of tensor parallelism. With prefill ranks it has those
-that they leave. The ranks' scheduler, strategies and plans are those of the engine.
+that they leave. The ranks' scheduler, strategies and plans are those of the engine. A third kind is
+vLLM's own disaggregated prefill: servers that only prefill, and compute each prompt by tensor
+parallelism. All are charged the overheads of `distca simulate`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,15 @@ from benchmarks.arguments import Parser
 from benchmarks.serving.arrivals import LOADS, LONG, SHORT, SHORTEST, Load, draw_arrivals
 from distca.cost.model_sizes import MODELS
 from distca.progress import track
-from distca.simulate import CLUSTERS
+from distca.simulate import CLUSTERS, Cluster
 from distca.simulate.requests import Request, RequestTrace
-from distca.simulate.requests.vllm import PrefillRanks, Replicas, answer
-from distca.simulate.serving import InferenceCosts
+from distca.simulate.requests.vllm import PrefillRanks, PrefillServers, Replicas, answer
+from distca.simulate.serving import (
+    DECODE_OVERHEADS,
+    NO_OVERHEADS,
+    PREFILL_OVERHEADS,
+    InferenceCosts,
+)
 
 LEAST = 1024
 """Fewest tokens of a prompt that ranks are asked for: the connector's default."""
@@ -41,26 +48,46 @@ LINK = 0.5
 """Part of the slowest link between two GPUs of the machine that a rank's rows go at."""
 
 
+ALONE, RANKS, SERVERS, LONG_ONLY = "alone", "ranks", "servers", "servers for long prompts"
+"""Kinds of systems: vLLM alone, with prefill ranks, and with its own servers that only prefill,
+which get all prompts or, as the ranks, long ones."""
+CHARGED = {"charged": (PREFILL_OVERHEADS, DECODE_OVERHEADS), "free": (NO_OVERHEADS, NO_OVERHEADS)}
+"""Overheads of prefills and of decode steps: those of `distca simulate`, and none."""
+
+
 @dataclass(frozen=True)
 class System:
-    """GPUs of vLLM, and prefill ranks.
+    """GPUs of vLLM, and what prefills.
 
     Attributes:
-        replicas: servers of vLLM.
+        replicas: servers of vLLM that decode.
         tensor: GPUs of each.
-        ranks: prefill ranks; 0: none.
+        kind: one of the kinds above.
+        prefilling: prefill ranks of a GPU each, or servers that only prefill.
+        prefill_tensor: GPUs of each of these servers.
     """
 
     replicas: int
     tensor: int
-    ranks: int = 0
+    kind: str = ALONE
+    prefilling: int = 0
+    prefill_tensor: int = 1
 
     @property
     def name(self) -> str:
         """Its name in tables."""
-        of_each = f"TP {self.tensor}"
-        vllm = of_each if self.replicas == 1 else f"{self.replicas} replicas of {of_each}"
-        return f"{vllm}, {self.ranks} prefill ranks" if self.ranks else f"{vllm}, alone"
+        decodes = _servers(self.replicas, self.tensor)
+        if self.kind == ALONE:
+            return f"{decodes}, alone"
+        if self.kind == RANKS:
+            return f"{decodes}, {self.prefilling} prefill ranks"
+        prompts = "all" if self.kind == SERVERS else "long"
+        return f"{decodes}; {prompts} prompts on {_servers(self.prefilling, self.prefill_tensor)}"
+
+
+def _servers(number: int, tensor: int) -> str:
+    of_each = f"TP {tensor}"
+    return of_each if number == 1 else f"{number} replicas of {of_each}"
 
 
 def systems(gpus: int) -> list[System]:
@@ -70,8 +97,19 @@ def systems(gpus: int) -> list[System]:
     for ranks in (gpus // 4, gpus // 2, 3 * gpus // 4):
         rest = gpus - ranks
         layouts = dict.fromkeys((1, max(size for size in sizes if rest % size == 0)))
-        found += [System(rest // size, size, ranks) for size in layouts]
+        found += [System(rest // size, size, RANKS, ranks) for size in layouts]
+    half = gpus // 2
+    for kind in (SERVERS, LONG_ONLY):
+        found += [System(1, half, kind, half // size, size) for size in sizes if size <= half]
     return found
+
+
+def costs_of(model: str, cluster: Cluster, tensor: int, charged: str) -> InferenceCosts:
+    """Costs of a model on a server's GPUs, or on a prefill rank's; `charged` is of `CHARGED`."""
+    prefill, decode = CHARGED[charged]
+    return InferenceCosts(
+        MODELS[model], cluster, tensor, overheads=prefill, decode_overheads=decode
+    )
 
 
 def ideal_rate(trace: RequestTrace, costs: InferenceCosts, gpus: int) -> float:
@@ -88,26 +126,26 @@ def ideal_rate(trace: RequestTrace, costs: InferenceCosts, gpus: int) -> float:
 
 
 def measure(
-    system: System, trace: RequestTrace, args: Any, transfer: float, host: float
+    system: System, trace: RequestTrace, args: Any, transfer: float, charged: str
 ) -> dict[str, Any]:
     """Simulates a system; gives its figures."""
-    model, cluster = MODELS[args.model], CLUSTERS[args.cluster]
-    ranks = None
-    if system.ranks:
-        ranks = PrefillRanks(
-            InferenceCosts(model, cluster),
-            system.ranks,
-            LEAST,
-            transfer,
-            tokens=args.chunk,
-            host_seconds=host,
+    cluster, ranks = CLUSTERS[args.cluster], None
+    if system.kind != ALONE:
+        costs = costs_of(args.model, cluster, system.prefill_tensor, charged)
+        number, least = system.prefilling, 0 if system.kind == SERVERS else LEAST
+        ranks = (
+            PrefillRanks(costs, number, least, transfer, tokens=args.chunk)
+            if system.kind == RANKS
+            else PrefillServers(Replicas(costs, number), least, transfer)
         )
-    vllm = Replicas(InferenceCosts(model, cluster, system.tensor), system.replicas)
+    vllm = Replicas(costs_of(args.model, cluster, system.tensor, charged), system.replicas)
+    assert vllm.gpus + (ranks.gpus if ranks else 0) == args.gpus
     found = answer(trace, vllm, ranks)
     long = np.array([each.prompt >= LONG for each in trace.requests])
     return {
         "system": system.name,
-        "ranks": system.ranks,
+        "kind": system.kind,
+        "apart": system.prefilling * system.prefill_tensor,
         "short": _percentiles(1e3 * found.ttft[~long]),
         "long": _percentiles(found.ttft[long]),
         "ms": _percentiles(1e3 * found.per_token),
@@ -136,45 +174,99 @@ def rows_of(found: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         yield [*cells, str(each["taken"])]
 
 
+def best(of: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """The least median and 99th percentile of some systems, each of its own system, by what is
+    measured."""
+    return {
+        name: [min(each[name][at] for each in of) for at in (0, 1)]
+        for name in TOLD
+        if of[0][name] is not None
+    }
+
+
+TOLD = {"short": "TTFT of short prompts", "long": "TTFT of long prompts", "ms": "ms a token"}
+"""What is measured, by its name in the figures."""
+
+
 def verdict(found: Sequence[dict[str, Any]]) -> str:
-    """Says what the best of both kinds is, by each kind of request."""
-    alone, ours = ([e for e in found if bool(e["ranks"]) == with_] for with_ in (False, True))
+    """Says how the best with ranks compares with vLLM alone, and with servers that only prefill on
+    as many GPUs as the ranks."""
+    alone, ranks, servers = (
+        [each for each in found if each["kind"] in kinds]
+        for kinds in ([ALONE], [RANKS], [SERVERS, LONG_ONLY])
+    )
+    as_many = [each for each in ranks if each["apart"] == servers[0]["apart"]]
     said = []
-    for kind, of_kind in (("short", "TTFT of short"), ("long", "of long"), ("ms", "ms a token")):
-        if found[0][kind] is None:
-            continue
-        for at, what in enumerate(("median", "p99")):
-            a, b = (min(each[kind][at] for each in of) for of in (alone, ours))
-            said.append(f"{of_kind} {what} {b / a:.3g}")
-    return f"Least with ranks over least alone, each in its best system: {', '.join(said)}."
+    for ours, theirs in ((best(ranks), best(alone)), (best(as_many), best(servers))):
+        ratios = [
+            f"{TOLD[name]} {part} {mine / other:.3g}"
+            for name in ours
+            for part, mine, other in zip(("median", "p99"), ours[name], theirs[name], strict=True)
+        ]
+        said.append(", ".join(ratios))
+    return (
+        f"Least with ranks over vLLM alone, each figure in its best system: {said[0]}. With ranks "
+        f"on as many GPUs as the servers that only prefill, over these: {said[1]}."
+    )
 
 
-def page(found: dict[str, list[dict[str, Any]]], args: Any, transfer: float, host: float) -> str:
+def sample_of(trace: RequestTrace) -> str:
+    """How many requests a load has."""
+    long = sum(each.prompt >= LONG for each in trace.requests)
+    return f"{len(trace.requests)} requests, {long} of them long."
+
+
+def page(
+    found: dict[str, dict[str, list[dict[str, Any]]]],
+    samples: dict[str, str],
+    args: Any,
+    transfer: float,
+) -> str:
     """The page of the results."""
     head = [
         *("system", "TTFT of short prompts, ms", "p99", "TTFT of long prompts, s", "p99"),
-        *("ms a token", "p99", "taken by ranks"),
+        *("ms a token", "p99", "prefilled apart"),
     ]
     drawn = "as many of each octave" if args.lengths is None else f"from {args.lengths.name}"
+    prefill, decode = CHARGED["charged"]
+    graph = Replicas(costs_of(args.model, CLUSTERS[args.cluster], 1, "charged"), 1).graph_tokens
     parts = [
         "# vLLM with prefill ranks on as many GPUs, simulated",
         f"`{pages.typed('benchmarks/serving/vllm_gpus.py')}`",
         f"No GPU was used. {args.gpus} GPUs of {args.cluster}, {args.model} in 16 bits. "
         f"{args.requests} requests a load with Poisson arrivals: short prompts of {SHORTEST} to "
         f"{SHORT} tokens, long ones of {LONG:,} to {args.longest:,} ({drawn}), answers of "
-        f"{ANSWERS[0]} to {ANSWERS[1]}. vLLM alone has all GPUs. With prefill ranks it has those "
-        f"that they leave; the ranks take prompts of at least {LEAST:,} tokens, with pass-KV and "
-        f"{args.chunk:,} tokens an iteration.",
-        "vLLM's steps of at most 8,192 tokens take what its linear layers, attention and "
-        "collectives take by the described cluster; its scheduling takes no time. Iterations of "
-        f"the ranks take what their plans take, and {1e3 * host:g} ms each in which the host "
-        "schedules and plans (an assumption). Rows go to vLLM at "
-        f"{transfer / 1e9:g} GB/s from each rank (an assumption: {LINK:g} of NVLink's rate). All "
-        "have room for what they answer. The number in brackets is the part of all GPUs' time "
-        "that prompts would take, each on one GPU. The least of a column is bold.",
+        f"{ANSWERS[0]} to {ANSWERS[1]}. Of fewer than 100 values, p99 lies between the two "
+        "largest. vLLM alone has all GPUs. Else it has those that are left:",
+        f"* *prefill ranks* share each prompt of at least {LEAST:,} tokens, with pass-KV and "
+        f"{args.chunk:,} tokens an iteration;\n"
+        "* *all prompts on* or *long prompts on* is vLLM's disaggregated prefill: servers of vLLM "
+        "that only prefill, and send keys and values to one that decodes. A prompt goes to the "
+        "server with the fewest tokens to compute. *Long prompts* are those that ranks would "
+        "take. Rows leave layer by layer, as from the ranks.",
+        "All are charged the overheads that `distca simulate` charges "
+        f"([published.md](published.md)): {1e3 * prefill.collective_seconds:.2g} ms for a "
+        "collective or a ring's step of a prefill, "
+        f"{1e6 * decode.collective_seconds:.2g} us for a collective of a step that graphs launch, "
+        f"and {1e3 * decode.iteration_seconds:.2g} ms of the host for each iteration. Graphs of "
+        f"vLLM launch decode steps, and chunks of up to {graph} tokens. These were fitted "
+        "to other systems than vLLM, which launched kernels one by one, and hosts were measured on "
+        "our engine. So the last line of each load says what its figures are where nothing but "
+        "the work is charged.",
+        f"Rows go to vLLM at {transfer / 1e9:g} GB/s from each GPU (an assumption: {LINK:g} of "
+        "NVLink's rate). All have room for what they answer. The number in brackets is the part of "
+        "all GPUs' time that prompts would take, each on one GPU, nothing but the work charged. "
+        "The least of a column is bold.",
     ]
-    for title, of_load in found.items():
-        parts += [f"## {title}", pages.table(head, rows_of(of_load)), verdict(of_load)]
+    for title, of_load in found["charged"].items():
+        free = verdict(found["free"][title])
+        parts += [
+            f"## {title}",
+            samples[title],
+            pages.table(head, rows_of(of_load)),
+            verdict(of_load),
+            f"*Without overheads*: {free[0].lower()}{free[1:]}",
+        ]
     return "\n\n".join(parts)
 
 
@@ -200,9 +292,9 @@ def main() -> int:
     cluster = CLUSTERS[args.cluster]
     if args.gpus % 4 or args.gpus > cluster.gpus_per_node:
         parser.error(f"--gpus {args.gpus}: give 4 or 8, as many as a node has at most")
-    transfer, host = LINK * cluster.node_bytes_per_second, 0.01
+    transfer = LINK * cluster.node_bytes_per_second
     lengths = [] if args.lengths is None else json.loads(args.lengths.read_text())
-    costs = InferenceCosts(MODELS[args.model], cluster)
+    costs = costs_of(args.model, cluster, 1, "free")
     traces = {}
     for load in LOADS:
         trace = trace_of(load, args, lengths)
@@ -211,11 +303,21 @@ def main() -> int:
         for rate in rates:
             title = f"{load.name}, {rate:.2f} a second ({rate / ideal:.2f})"
             traces[title] = trace.at_rate(rate)
-    found: dict[str, list[dict[str, Any]]] = {title: [] for title in traces}
-    cases = [(title, system) for title in traces for system in systems(args.gpus)]
-    for title, system in track(cases, "vllm_gpus", "systems"):
-        found[title].append(measure(system, traces[title], args, transfer, host))
-    pages.save(args.output, "vllm_gpus", page(found, args, transfer, host), __file__, found)
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {
+        charged: {title: [] for title in traces} for charged in CHARGED
+    }
+    cases = [
+        (charged, title, system)
+        for charged in CHARGED
+        for title in traces
+        for system in systems(args.gpus)
+    ]
+    for charged, title, system in track(cases, "vllm_gpus", "systems"):
+        measured = measure(system, traces[title], args, transfer, charged)
+        found[charged][title].append(measured)
+    samples = {title: sample_of(trace) for title, trace in traces.items()}
+    text = page(found, samples, args, transfer)
+    pages.save(args.output, "vllm_gpus", text, __file__, found)
     return 0
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.claims import span
 from distca.simulate.serving import (
     DECODE_OVERHEADS,
     PREFILL_OVERHEADS,
@@ -16,6 +18,7 @@ from distca.simulate.serving import (
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "serving"
+DOCS = ROOT / "docs"
 INDEX = (ROOT / "benchmarks" / "README.md").read_text()
 
 
@@ -83,11 +86,15 @@ def test_errors_of_published_times_and_the_defaults_that_come_of_them() -> None:
     page = (RESULTS / "published.md").read_text()
     held_out = {row[0]: row for row in rows_of("published.md", "fit") if row[1] == "held out"}
     with_overheads, without = held_out["with overheads"], held_out["without"]
+    tetris, meta, decoded = (row[3] for row in rows_of("published.md", "paper | runs"))
     right, of = re.findall(r"(\d+) of (\d+) are right in the fits", page)[0]
     assert (
         f"The median error is {with_overheads[2]}, and {without[2]} without overheads. "
         f"{with_overheads[-1]} of the pairs of configurations that differ by more than 5% are in "
-        f"the published order, and {right} of {of} comparisons have the right sign: [published.md]"
+        f"the published order, and {right} of {of} comparisons have the right sign. By the "
+        "commands' defaults, which have no rates of each system, the median error is "
+        f"{tetris} for Tetris's prefills, {meta} for Meta's, and {decoded} for its decoded "
+        "tokens: [published.md]"
     ) in INDEX
     # The commands charge what was fitted to all numbers, since held-out errors are smaller so.
     assert float(with_overheads[2].rstrip("%")) < float(without[2].rstrip("%"))
@@ -99,3 +106,101 @@ def test_errors_of_published_times_and_the_defaults_that_come_of_them() -> None:
         assert overheads.weight_efficiency == pytest.approx(weights, rel=0.04)
     assert PREFILL_OVERHEADS.step_seconds == PREFILL_OVERHEADS.collective_seconds
     assert DECODE_OVERHEADS.exchange_seconds == DECODE_OVERHEADS.collective_seconds
+
+
+def test_speeds_of_prefills_that_drop_far_keys() -> None:
+    rows = json.loads((RESULTS / "csps_clusters.json").read_text())
+    dense, ring, contiguous = (
+        span(row[one] / row[other] for row in rows)
+        for one, other in (
+            ("dense", "dropped"),
+            ("ring", "dropped"),
+            ("ring", "contiguous_dropped"),
+        )
+    )
+    assert (
+        f"`--sparsity 0.2`: {dense} times as fast as with all keys, and {ring} times as fast as a "
+        "dense ring: [csps_clusters.md]"
+    ) in INDEX
+    assert (
+        f"`--sparsity 0.2` is {ring} times as fast as a dense ring, or {contiguous} times if each "
+        "rank, not only each node, holds a contiguous part"
+    ) in " ".join((DOCS / "inference_strategies.md").read_text().split())
+
+
+def test_when_evening_out_the_cache_pays() -> None:
+    rows = rows_of("runahead.md", "GPUs | tokens | sequences")
+    paid = [row for row in rows if row[-1] != "never"]
+    assert [(row[1], row[2]) for row in paid] == [("128k", "16")] * len(paid)
+    (after,) = {row[-1] for row in paid}
+    assert (
+        f"pays off after {after} decoded tokens in {len(paid)} of {len(rows)} cases, those of 16 "
+        "sequences of 128K tokens. In the others hosts limit decoding, and it never does: [runahead"
+    ) in INDEX
+    assert len({row[4] for row in rows if row[-1] == "never"}) == 1
+
+
+def least(rows: list[dict[str, Any]], name: str, at: int) -> float:
+    return float(min(row[name][at] for row in rows))
+
+
+def of_vllm(load: str, part: str, charged: str = "charged") -> dict[str, list[dict[str, Any]]]:
+    """Systems of a load by their kinds; with prefill ranks those that have as many as vLLM."""
+    stored = json.loads((RESULTS / "vllm_gpus.json").read_text())[charged]
+    (rows,) = (r for t, r in stored.items() if t.startswith(load) and t.endswith(f"({part})"))
+    kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("alone", "ranks")}
+    kinds["servers"] = [row for row in rows if row["kind"].startswith("servers")]
+    kinds["four"] = [row for row in kinds["ranks"] if ", 4 prefill ranks" in row["system"]]
+    assert all(kinds.values())
+    return kinds
+
+
+def test_when_prefill_ranks_help_vllm() -> None:
+    mixed = of_vllm("Mixed", "0.60")
+    text = " ".join((DOCS / "vllm.md").read_text().split())
+    page = (RESULTS / "vllm_gpus.md").read_text()
+    sample = re.findall(r"## Mixed, [\d.]+ a second \(0.60\)\n\n(\d+) requests, (\d+) of", page)
+    ((requests, long),) = sample
+    assert f"{requests} requests, {long} of them long" in text
+    kinds = [mixed[kind] for kind in ("four", "servers", "alone")]
+    for title, name, ats, form, unit in (
+        ("short prompts, p99 TTFT", "short", (1,), ",.0f", "ms"),
+        ("p99 time per output token", "ms", (1,), ".1f", "ms"),
+        ("long prompts, median and p99 TTFT", "long", (0, 1), ".1f", "s"),
+    ):
+        cells = (" and ".join(format(least(of, name, at), form) for at in ats) for of in kinds)
+        row = " | ".join([title, *(f"{cell} {unit}" for cell in cells)])
+        assert f"| {row} |" in text
+    # Servers that get all prompts delay short ones.
+    of_all = [row for row in mixed["servers"] if row["kind"] == "servers"]
+    assert least(of_all, "short", 1) > 100 * least(mixed["servers"], "short", 1)
+    charged, free = (
+        least(each["four"], "long", 0) / least(each["servers"], "long", 0)
+        for each in (mixed, of_vllm("Mixed", "0.60", "free"))
+    )
+    assert (
+        f"Ranks' median TTFT is {charged:.2f} times theirs, or {free:.2f} times if launches and "
+        "collectives cost nothing."
+    ) in text
+
+
+def test_vllm_with_prefill_ranks_in_the_index() -> None:
+    def over(rows: dict[str, list[dict[str, Any]]], name: str, at: int, other: str) -> float:
+        ours = rows["ranks" if other == "alone" else "four"]
+        return least(ours, name, at) / least(rows[other], name, at)
+
+    mixed, light, heavy = (
+        of_vllm(*each) for each in (("Mixed", "0.60"), ("Long", "0.20"), ("Long", "0.60"))
+    )
+    said = [
+        f"{over(mixed, 'short', 1, other):.3f} for short prompts at p99; for long ones "
+        f"{over(mixed, 'long', 0, other):.2f} in the median and "
+        f"{over(mixed, 'long', 1, other):.2f} at p99. Only long prompts, median: "
+        f"{over(light, 'long', 0, other):.2f} at load 0.20, "
+        f"{over(heavy, 'long', 0, other):.2f} at 0.60"
+        for other in ("alone", "servers")
+    ]
+    assert (
+        f"Mixed prompts at load 0.60: {said[0]}. On 4 GPUs, relative to vLLM's own servers that "
+        f"only prefill, in the same order: {said[1]}: [vllm_gpus.md]"
+    ) in INDEX

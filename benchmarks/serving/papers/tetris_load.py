@@ -24,8 +24,7 @@ TRACES = "the paper's traces, and its prefills of 70B, are not published (see ab
 NOTE = (
     "*Tetris's traces*: its requests come from production and are not published. Here they arrive "
     "as a Poisson process, with lengths of a log-normal of its means and ends. Prefills of 8B take "
-    "what its Table 1 says. It lists none of 70B, so that they are simulated. Simulated prefills "
-    "have no constant part, so that large groups of ranks waste little."
+    "what its Table 1 says. It lists none of 70B, so that they are simulated, with overheads."
 )
 """What the page says of all rows on load."""
 
