@@ -73,6 +73,7 @@ from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import divisions
 from distca.simulate.speed_up import enough_batches
 from distca.simulate.trials import Trials
+from distca.simulate.workload import experts_of_a_node
 from distca.wording import counted
 
 _TOLERANCES = (0.05, 0.02, 0.1)
@@ -196,9 +197,10 @@ def build_parser() -> Parser:
     search.add_argument(
         "--expert-model-parallel-size",
         type=int,
-        default=1,
+        default=None,
         metavar="N",
-        help="Number of GPUs of a stage that share each layer's routed experts, in all systems.",
+        help="Number of GPUs of a stage that share each layer's routed experts, in all systems. "
+        "Default: as many GPUs of a node as divide the experts.",
     )
     search.add_argument(
         "--systems",
@@ -273,7 +275,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
         *("batches", "finalists", "sequences", "context", "gpus"),
         "expert_model_parallel_size",
     ):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"{flag_of(name)} {getattr(args, name)} must be at least 1")
     for name in ("tensor_model_parallel_sizes", "pipeline_model_parallel_sizes"):
         if min(getattr(args, name)) < 1:
@@ -294,15 +296,16 @@ def _run(args: argparse.Namespace, given: Mapping[str, str], command: str) -> No
         raise ValueError(
             f"{of_distca[0]} is for DistCA: add one of {', '.join(DISTCA_SYSTEMS)} to --systems"
         )
+    model, cluster = model_of(args), _cluster_of(args)
     workload = Workload(
-        model_of(args),
-        _cluster_of(args),
+        model,
+        cluster,
         args.gpus,
         args.context,
         args.sequences,
         _TOLERANCES[0] if args.tolerance is None else args.tolerance,
         args.recompute,
-        args.expert_model_parallel_size,
+        args.expert_model_parallel_size or experts_of_a_node(model, cluster, args.gpus),
         args.latent_rows,
     )
     check_gpus(workload.gpus, workload.cluster)

@@ -166,7 +166,12 @@ def job_line(workload: Workload, batches: int) -> str:
     return (
         f"{counted(workload.gpus, 'GPU')} of {workload.cluster.name}, "
         f"{counted(workload.sequences, 'sequence')} of {counted(workload.context, 'token')}, "
-        f"{batches} batch(es); simulated, not measured"
+        + (
+            f"experts shared by {counted(workload.expert_parallel, 'GPU')}, "
+            if workload.model.experts
+            else ""
+        )
+        + f"{batches} batch(es); simulated, not measured"
     )
 
 

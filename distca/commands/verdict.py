@@ -178,8 +178,13 @@ class Verdict:
     def first_line(self, workload: Workload) -> str:
         """Returns the answer, and whether what it recommends cannot run as it was asked for."""
         nothing = self.asked and self.distca is None and self.megatron is None
-        if nothing and self.divide and workload.recompute != "full":
-            return f"{self} --recompute full may help."
+        if nothing and self.divide:
+            may_help = [] if workload.recompute == "full" else ["--recompute full"]
+            if workload.may_share_more:
+                size = workload.expert_parallel
+                may_help.append(f"an --expert-model-parallel-size above {size}")
+            if may_help:
+                return f"{self} {' or '.join(may_help).capitalize()} may help."
         if self.faster and self.distca is not None and self.distca.candidate is not None:
             try:
                 training_flags(self.distca.candidate, workload)

@@ -6,6 +6,7 @@ that all configurations train on the same documents: none is cut where micro-bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,6 +109,12 @@ class Workload:
         )
         return replace(costs, sends_latents=alone and shape.kv_rank is not None)
 
+    @property
+    def may_share_more(self) -> bool:
+        """Whether more GPUs than `expert_parallel` could share the experts evenly."""
+        experts = self.model.experts
+        return experts is not None and self.expert_parallel < math.gcd(experts.number, self.gpus)
+
     def planned_links(self, candidate: Candidate) -> Links:
         """Returns the links by which a configuration with `--distca` is planned."""
         links = self.cluster.links(candidate.tensor * candidate.head_parallel)
@@ -123,6 +130,16 @@ class Workload:
                 f"{self.expert_parallel} GPUs cannot share "
                 + (f"{experts.number} experts evenly" if experts else "experts: there are none")
             )
+
+
+def experts_of_a_node(model: ModelSize, cluster: Cluster, gpus: int) -> int:
+    """Returns how many GPUs share experts where nothing else is asked for.
+
+    These are as many of a node as divide the experts, so that no token's row leaves its node; 1 for
+    a model without experts.
+    """
+    experts = model.experts
+    return 1 if experts is None else math.gcd(experts.number, cluster.gpus_per_node, gpus)
 
 
 @dataclass(frozen=True)

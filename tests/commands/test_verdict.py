@@ -9,11 +9,13 @@ import pytest
 
 from distca.commands.simulate_report import FROM_PARTS, assumptions, format_choices
 from distca.commands.verdict import Verdict
-from distca.cost.model_sizes import ModelSize
+from distca.cost.model_sizes import Experts, ModelSize
 from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, Workload
+from distca.simulate.workload import experts_of_a_node
 
 CLUSTER = replace(CLUSTERS["dgx-h100"], charges=PUBLISHED)
 JOB = Workload(ModelSize(4, 512, 8, 4, 64, 1024, 1000), CLUSTER, 8, 8192, 4)
+EXPERTS = Experts(64, 2, 256)
 CANDIDATES = {
     "plain": Candidate("plain", 2, 1, 4, 1, 1),
     "cp-a2a": Candidate("cp-a2a", 2, 1, 2, 2, 2, all_to_all=2),
@@ -184,6 +186,21 @@ def test_what_was_tried_is_not_advised() -> None:
     verdict = Verdict.of([nothing("plain"), nothing("tiles")])
     assert verdict.first_line(JOB).endswith(" vocabulary. --recompute full may help.")
     assert verdict.first_line(replace(JOB, recompute="full")).endswith(" vocabulary.")
+    experts = replace(JOB, model=replace(JOB.model, experts=EXPERTS), expert_parallel=4)
+    more = "an --expert-model-parallel-size above 4 may help."
+    assert verdict.first_line(experts).endswith(f" --recompute full or {more}")
+    assert verdict.first_line(replace(experts, recompute="full")).endswith(
+        more[0].upper() + more[1:]
+    )
+    assert verdict.first_line(replace(experts, expert_parallel=8)).endswith("full may help.")
+
+
+def test_gpus_of_a_node_share_experts_unless_asked() -> None:
+    model = replace(JOB.model, experts=EXPERTS)
+    assert experts_of_a_node(JOB.model, CLUSTER, 64) == 1
+    assert [experts_of_a_node(model, CLUSTER, gpus) for gpus in (2, 8, 12, 64)] == [2, 8, 4, 8]
+    odd = replace(model, experts=replace(EXPERTS, number=60))
+    assert experts_of_a_node(odd, CLUSTER, 64) == 4
 
 
 def test_what_cannot_run_as_asked_is_told_in_the_first_line() -> None:
