@@ -126,7 +126,10 @@ def build_parser() -> Parser:
         help="Number of data-parallel ranks. Each is an attention server.",
     )
     ranks.add_argument(
-        "--tokens-per-server", type=int, metavar="TOKENS", help="Tokens that each rank owns."
+        "--tokens-per-server",
+        type=int,
+        metavar="TOKENS",
+        help="Tokens that each rank owns; at most, with a list of --lengths.",
     )
     ranks.add_argument(
         "--server-speeds",
@@ -336,7 +339,7 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
         if longest < 1:
             raise ValueError(f"--max-document-length {longest} must be at least 1")
         lengths = cut_to_pieces(lengths, longest)
-    if args.lengths is not None and args.lengths.suffix == ".idx" and lengths.sum() > total:
+    if args.lengths is not None and args.lengths.suffix == ".idx":
         lengths = shuffled(lengths, total, args.seed)
     try:
         capacities = even_capacities(int(lengths.sum()), args.servers, args.tokens_per_server)
