@@ -13,8 +13,8 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,13 @@ class Run:
     Attributes:
         name: where its figures are in the folder.
         scalars: figures by name and iteration.
+        compared: iterations whose figures are compared; None: all except the first that was
+            logged, in which a run warms up.
     """
 
     name: str
     scalars: Scalars
+    compared: frozenset[int] | None = None
 
     @property
     def losses(self) -> Mapping[int, float]:
@@ -91,12 +94,15 @@ class Run:
         return self.scalars.get(LOSS, {})
 
     def medians(self) -> dict[str, float]:
-        """Returns the medians of its figures, without the first that was logged: it warms up."""
+        """Returns the medians of its figures over the iterations that are compared."""
         found = {}
         for name in SHOWN:
-            values = [value for _, value in sorted(self.scalars.get(name, {}).items())]
-            if values:
-                found[name] = statistics.median(values[1:] or values)
+            logged = self.scalars.get(name, {})
+            steps = sorted(logged if self.compared is None else self.compared & logged.keys())
+            if self.compared is None:
+                steps = steps[1:] or steps
+            if steps:
+                found[name] = statistics.median(logged[step] for step in steps)
         return found
 
     def figures(self) -> dict[str, Any]:
@@ -195,7 +201,16 @@ def read_files(folder: Path) -> Files:
             f"{folder} has no figures of a run: train with --tensorboard-dir or --distca-trace in "
             "it, or give the folder of its logs"
         )
-    return Files(tuple(runs), trace, plan)
+    return Files(_comparable(runs), trace, plan)
+
+
+def _comparable(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Compares several runs in the iterations that all of them logged, except the first."""
+    steps = [run.scalars.get(BUSIEST) or run.losses for run in runs]
+    shared = sorted(set.intersection(*map(set, steps))) if len(runs) > 1 else []
+    if len(shared) < 2:
+        return tuple(runs)
+    return tuple(replace(run, compared=frozenset(shared[1:])) for run in runs)
 
 
 def _name(path: Path, folder: Path) -> str:

@@ -88,6 +88,18 @@ def test_figures_are_the_medians_of_the_boards(trained: Path, printed: dict[str,
     assert AFTER not in printed["runs"]["plain"]["medians"]
 
 
+def test_runs_are_compared_in_the_steps_that_both_logged() -> None:
+    """As the demo does, whose second run is shorter: its report says the same."""
+    busiest = {"ours": {5: 9.0, 10: 2.0, 15: 3.0, 20: 1.0}, "plain": {5: 9.0, 10: 5.0, 15: 7.0}}
+    runs = [report.Run(name, {BUSIEST: each, LOSS: each}) for name, each in busiest.items()]
+    found = [run.medians()[BUSIEST] for run in report._comparable(runs)]
+    assert found == [2.5, 6.0]
+    # Alone, and where nothing is shared, all count except the first.
+    assert [run.medians()[BUSIEST] for run in report._comparable(runs[:1])] == [2.0]
+    apart = [runs[0], report.Run("later", {BUSIEST: {30: 1.0, 31: 4.0}})]
+    assert [run.medians()[BUSIEST] for run in report._comparable(apart)] == [2.0, 4.0]
+
+
 def test_the_page_has_these_figures(trained: Path, printed: dict[str, Any]) -> None:
     page = Page((trained / "page.html").read_text())
     assert page.figures == printed
