@@ -16,13 +16,6 @@ from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.schedule.serving.balanced import NAME as TILES
 from distca.schedule.serving.partitions import Shares, check_shares, even_shares
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
-from distca.simulate.serving import (
-    DECODE_OVERHEADS,
-    NO_OVERHEADS,
-    PREFILL_OVERHEADS,
-    SHARED_DECODE_OVERHEADS,
-    Overheads,
-)
 
 RUNAHEAD = "runahead"
 """Strategy of prefills by which keys travel down a chain of ranks (KV-Runahead)."""
@@ -186,6 +179,19 @@ def add_selection_flags(
         help="How auto chooses. simulated: the plan with the lower predicted time; paper: the "
         "rule of Meta's context parallelism (Algorithm 5).",
     )
+
+
+def check_selector(args: argparse.Namespace) -> None:
+    """Checks that somebody chooses, if flags say how.
+
+    Raises:
+        ValueError: the strategy is given.
+    """
+    if args.selector != SELECTORS[0] and args.prefill_strategy != "auto":
+        raise ValueError(
+            f"--selector {args.selector} needs --prefill-strategy auto: "
+            f"--prefill-strategy {args.prefill_strategy} leaves nothing to choose"
+        )
 
 
 def add_partition_flag(group: Group, partitions: str) -> None:
@@ -360,19 +366,6 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
             f"{cluster.peak_tflops:g}: give another --attention-tflops or --peak-tflops"
         )
     return cluster
-
-
-def overheads_of(args: argparse.Namespace, ranks: int) -> tuple[Overheads, Overheads]:
-    """Returns what prefills and decode steps cost beside their work; nothing where nothing is
-    charged.
-
-    Args:
-        args: flags of `add_charge_flags`.
-        ranks: ranks that share a sequence.
-    """
-    if args.baseline_ideal:
-        return NO_OVERHEADS, NO_OVERHEADS
-    return PREFILL_OVERHEADS, DECODE_OVERHEADS if ranks == 1 else SHARED_DECODE_OVERHEADS
 
 
 def check_gpus(gpus: int, cluster: Cluster) -> None:

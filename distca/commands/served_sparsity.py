@@ -18,6 +18,7 @@ CSPS = NAME
 
 _FLAGS = (
     *("sparsity", "calibration", "micro_partitions"),
+    *("max_degradation", "max_recall_loss", "max_ttft"),
     *("ranks_per_node", "nodes_per_rack", "node_parts"),
 )
 

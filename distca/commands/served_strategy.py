@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from distca.commands.chosen_sparsity import chosen_sparsity
-from distca.commands.described import RUNAHEAD, given_shares
+from distca.commands.described import RUNAHEAD, check_selector, given_shares
 from distca.commands.rank_groups import ranks_per_machine
 from distca.commands.served_sparsity import near_to_far
 from distca.schedule.serving.balanced import NAME as TILES
@@ -54,6 +54,7 @@ def served_strategy(
     Raises:
         ValueError: the flags contradict each other, or don't fit the model or the ranks.
     """
+    check_selector(args)
     ranks = args.context_parallel_size
     heads = model.kv_heads, model.tensor_parallel_size
     chosen = partial(chosen_sparsity, args, model, longest)

@@ -22,7 +22,13 @@ from distca.palette import BLUE, ORANGE
 from distca.plan import Plan, SteppedPlan
 from distca.schedule.serving.report import StepSummary
 from distca.simulate import Outcome
-from distca.simulate.serving import PARTS, InferenceCosts, Overheads, SteppedCosts
+from distca.simulate.serving import (
+    NO_OVERHEADS,
+    PARTS,
+    InferenceCosts,
+    Overheads,
+    SteppedCosts,
+)
 from distca.whole_file import writing
 
 _MOST_DRAWN = 8
@@ -30,15 +36,33 @@ _MOST_DRAWN = 8
 _THOUSAND = 1000
 
 
-def title_of(plan: Plan) -> str:
-    """Returns a line about what is fed."""
+def table(rows: Sequence[Sequence[str]], first: int = 10) -> list[str]:
+    """Returns the lines of a table: names on the left, and columns that never touch.
+
+    Args:
+        rows: cells, the name of the row first. Rows may have a remark after the columns of row 0.
+        first: least width of the names.
+    """
+    columns = len(rows[0])
+    widths = [max(len(row[n]) for row in rows) for n in range(columns)]
+    return [
+        f"{row[0]:{max(widths[0], first)}}"
+        + "".join(f"{row[n]:>{max(widths[n] + 2, 12)}}" for n in range(1, columns))
+        + "".join(f"  {remark}" for remark in row[columns:])
+        for row in rows
+    ]
+
+
+def title_of(plan: Plan, name: str | None = None) -> str:
+    """Returns a line about what is fed; `name` is how the strategy is called, if not by its plan's
+    scheduler."""
     cached = 0 if plan.cached_prefix is None else int(plan.cached_prefix.sum())
     groups, new = plan.head_groups, int(plan.lengths.sum()) - cached
     scattered = f", {groups} head groups" if groups > 1 else ""
     return (
         f"{_number(plan.sequences, 'sequence')} on {_number(plan.world_size, 'rank')}: "
         f"{_number(new // groups, 'new token')}, "
-        f"{cached // groups:,} cached; {plan.scheduler}{scattered}"
+        f"{cached // groups:,} cached; {name or plan.scheduler}{scattered}"
     )
 
 
@@ -58,14 +82,16 @@ _COLUMNS = (
 )
 
 
-def format_plan(stepped: SteppedPlan, steps: Sequence[StepSummary], kind: str) -> str:
+def format_plan(
+    stepped: SteppedPlan, steps: Sequence[StepSummary], kind: str, name: str | None = None
+) -> str:
     """Returns the table of a plan's steps."""
     plan = stepped.plan
-    lines = [f"{kind} of {title_of(plan)}"]
-    lines.append(f"{'step':>6}" + "".join(f"{title:>12}" for title, *_ in _COLUMNS))
+    rows = [["step", *(title for title, *_ in _COLUMNS)]]
     for number, step in enumerate(steps):
-        cells = (f"{getattr(step, key) / unit:>12,.{digits}f}" for _, key, unit, digits in _COLUMNS)
-        lines.append(f"{number:>6}" + "".join(cells))
+        cells = (f"{getattr(step, key) / unit:,.{digits}f}" for _, key, unit, digits in _COLUMNS)
+        rows.append([str(number), *cells])
+    lines = [f"{kind} of {title_of(plan, name)}", *table(rows, 6)]
     if stepped.drops:
         whole, pairs = plan.tasks.pairs(plan.mask), stepped.kept_pairs()
         keys = sum(each.key_rows for each in steps)
@@ -88,6 +114,7 @@ def as_json(
     """Returns all figures of simulated strategies."""
     return {
         "strategy": strategy,
+        "fastest": fastest(found),
         "choices": dict(choices),
         "simulated": {
             name: {
@@ -104,47 +131,58 @@ def as_json(
     }
 
 
-def format_simulated(
-    plans: Mapping[str, SteppedPlan],
-    found: Mapping[str, Outcome],
-    costs: InferenceCosts,
-    cost_model: CostModel,
-    strategy: str,
-    choices: Mapping[str, str],
-    overheads: Overheads,
-) -> str:
-    """Returns the table of strategies, and that of the chosen one's steps."""
-    chosen, cluster = plans[strategy], costs.cluster
-    lines = [
-        f"{title_of(chosen.plan)}; each rank {_number(costs.tensor_parallel, 'GPU')} of "
-        f"{cluster.name}; "
-        "simulated, not measured",
-        f"{'':10}{'ms':>12}{'computes':>12}{'waits':>12}{'MB sent':>12}{'GB a GPU':>12}",
-    ]
+def fastest(found: Mapping[str, Outcome]) -> str:
+    """Returns the name of the strategy that takes least, among those that fit in memory if any
+    does."""
+    return min(found, key=lambda name: (not found[name].fits, found[name].seconds))
+
+
+def format_outcomes(
+    found: Mapping[str, Outcome], who: str = "rank", chosen: str | None = None
+) -> list[str]:
+    """Returns the table of strategies, and that of what each one's time is spent on.
+
+    Args:
+        found: simulated strategies.
+        who: what has tokens, a rank or a GPU.
+        chosen: strategy that auto chooses, or None.
+    """
+    rows = [["", "ms", "computes", "waits", "MB sent", "GB a GPU"]]
     for name, outcome in found.items():
         sent = np.sum([*outcome.bytes_sent.values()], axis=0).max()
         cells = (
             *(1e3 * each for each in (outcome.seconds, outcome.computed.max())),
             *(1e3 * outcome.exposed.max(), sent / 1e6, outcome.memory_bytes.max() / 1e9),
         )
-        fits = "" if outcome.fits else "  out of memory"
-        lines.append(f"{name:10}" + "".join(f"{cell:>12,.2f}" for cell in cells) + fits)
-    lines.append("(of the rank with most; computes: with linear layers and copies)")
-    lines += spent_lines(found, "rank")
-    if choices:
-        lines.append("; ".join(f"--selector {who} chooses {what}" for who, what in choices.items()))
-    lines += [
-        f"{strategy}, a layer, step by step:",
-        f"{'step':>6}{'kernels us':>12}{'links us':>12}{'MB there':>12}{'MB back':>12}",
+        remarks = {
+            "fastest": len(found) > 1 and name == fastest(found),
+            "auto": name == chosen,
+            "out of memory": not outcome.fits,
+        }
+        said = ", ".join(what for what, holds in remarks.items() if holds)
+        rows.append([name, *(f"{cell:,.2f}" for cell in cells), *([said] if said else [])])
+    return [
+        *table(rows),
+        f"(of the {who} with most. computes: with linear layers and copies; MB sent: by a GPU, in "
+        "all layers, without collectives in a rank)",
+        *spent_lines(found, who),
     ]
+
+
+def step_lines(
+    chosen: SteppedPlan, costs: InferenceCosts, cost_model: CostModel, name: str
+) -> list[str]:
+    """Returns the table of a plan's steps, with the seconds of kernels and of links."""
+    rows = [["step", "kernels us", "links us", "MB there", "MB back"]]
     stepped_costs = SteppedCosts(chosen, costs.shape, cost_model, costs.links)
     for number, step in enumerate(stepped_costs.steps):
         moved = [step.dispatch.transfer, step.combine.transfer]
         links = sum(max(each.out_seconds.max(), each.in_seconds.max()) for each in moved)
         there, back = (each.bytes_sent.sum() / 1e6 for each in moved)
-        cells = 1e6 * float(step.kernel_seconds.max()), 1e6 * links
-        lines.append(f"{number:>6}" + "".join(f"{cell:>12,.1f}" for cell in (*cells, there, back)))
-    return "\n".join([*lines, charged_line(cluster.charges), *overhead_lines(overheads)])
+        cells = 1e6 * float(step.kernel_seconds.max()), 1e6 * links, there, back
+        rows.append([str(number), *(f"{cell:,.1f}" for cell in cells)])
+    heading = f"{name}, a layer, step by step (MB: of one GPU of each rank, all ranks together):"
+    return [heading, *table(rows, 6)]
 
 
 def spent_lines(found: Mapping[str, Outcome], who: str) -> list[str]:
@@ -154,11 +192,38 @@ def spent_lines(found: Mapping[str, Outcome], who: str) -> list[str]:
         found: simulated strategies.
         who: what ranks are called.
     """
-    lines = [f"ms of the {who} that ends last, by part:"]
-    lines.append(" " * 10 + "".join(f"{part:>12}" for part in PARTS))
+    rows = [["", *PARTS]]
     for name, outcome in found.items():
-        cells = (f"{1e3 * outcome.spent[part]:>12,.2f}" for part in PARTS)
-        lines.append(f"{name:10}" + "".join(cells))
+        rows.append([name, *(f"{1e3 * outcome.spent[part]:,.2f}" for part in PARTS)])
+    return [f"ms of the {who} that ends last, by part:", *table(rows)]
+
+
+PUBLISHED_TIMES, MEDIAN_ERROR, LARGEST_ERROR = 52, 0.15, 0.438
+"""Published times, and errors of their predictions by the commands' own rates and overheads, as
+benchmarks/results/serving/published.md has them."""
+
+
+def assumption_lines(
+    costs: InferenceCosts, profile: Path | None, overheads: Overheads
+) -> list[str]:
+    """Returns what a simulation assumes, and how far it may be off.
+
+    Args:
+        costs: costs of the model on its cluster.
+        profile: file of measured seconds of tasks; None: they are by the cluster's rates.
+        overheads: what events cost beside their work.
+    """
+    cluster = costs.cluster
+    rate = f"at {cluster.attention_tflops:g} TFLOP/s (--attention-tflops, or --profile, changes it)"
+    by = rate if profile is None else f"as in {profile}"
+    lines = [charged_line(cluster.charges), *overhead_lines(overheads)]
+    lines.append(f"Attention with many queries runs {by}.")
+    if overheads != NO_OVERHEADS:
+        lines.append(
+            f"Error: with presets' rates {MEDIAN_ERROR:.0%} in the median, {LARGEST_ERROR:.0%} at "
+            f"most, of {PUBLISHED_TIMES} published times of two other systems on A100s and H100s, "
+            "with 4 decode steps in whole CUDA graphs. None of DistCA's own was measured."
+        )
     return lines
 
 

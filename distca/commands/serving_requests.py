@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from distca.commands.command_line import Parser, check_picture, make_figure
+from distca.commands.decode_graphs import overheads_of
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -23,7 +24,6 @@ from distca.commands.described import (
     cluster_of,
     flag_of,
     model_of,
-    overheads_of,
 )
 from distca.json_files import read_text
 from distca.palette import BLACK, colour_in_turn
@@ -220,7 +220,7 @@ def _cluster(args: argparse.Namespace) -> ServingCluster:
         args.backends,
         args.block_size,
         args.max_num_batched_tokens,
-        overheads_of(args, 1)[1],
+        overheads_of(args, "steps")[1],
     )
     if min(times.degrees) > args.prefill_ranks:
         raise ValueError(

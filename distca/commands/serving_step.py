@@ -23,23 +23,27 @@ from distca.commands.chosen_sparsity import (
     lists_choices,
 )
 from distca.commands.command_line import Parser, check_output, check_outputs
+from distca.commands.compared_prefills import compared
+from distca.commands.decode_graphs import add_graphs_flag, check_graphs_flag
 from distca.commands.described import (
+    RUNAHEAD,
     add_charge_flags,
     add_cluster_flags,
     add_model_flags,
     add_selection_flags,
 )
 from distca.commands.fewest_ranks import add_ranks_flag
-from distca.commands.layout_step import plan_layouts, simulate_layouts
+from distca.commands.layout_step import plan_layouts
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags
 from distca.commands.served_strategy import SEARCHED, layout_choice
-from distca.commands.serving_case import Kind, read_case
-from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
+from distca.commands.serving_answer import format_decode, format_prefill
+from distca.commands.serving_case import Kind, StepCase, read_case
+from distca.commands.serving_report import as_json, format_plan, plot_steps
+from distca.commands.step_limits import add_sequences_flags, read_lengths_file
 from distca.cost.volume import AttentionShape
 from distca.plan import SteppedPlan, save_plan, validate_stepped_plan
 from distca.schedule.serving import SELECTORS, STRATEGIES, Strategy
 from distca.schedule.serving.csps.layouts import LayoutChoice
-from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.report import describe_steps
 from distca.simulate import save_trace
 from distca.simulate.serving import simulate_step
@@ -71,7 +75,7 @@ def build_parser(command: str, kind: Kind) -> Parser:
     example = _EXAMPLES[kind].format(f"distca {command}")
     epilog = f"example:\n  {example}\n"
     parser = Parser(f"{command} {kind}", f"{_DESCRIPTIONS[command, kind]}\n", epilog)
-    _add_sequences(parser, kind)
+    add_sequences_flags(parser, kind)
     ranks = parser.add_argument_group("ranks")
     add_ranks_flag(ranks, "all sequences", required=True)
     ranks.add_argument(
@@ -93,7 +97,7 @@ def build_parser(command: str, kind: Kind) -> Parser:
         "stripes: all ranks, as after decoding; first-rank: only the first rank.",
     )
     if kind == "prefill":
-        add_selection_flags(ranks, "auto", SEARCHED)
+        add_selection_flags(ranks, "auto", SEARCHED, many_prompts=True)
         add_sparsity_flags(ranks)
         add_calibration_flags(ranks)
     model = add_model_flags(parser)
@@ -122,7 +126,9 @@ def build_parser(command: str, kind: Kind) -> Parser:
         metavar="FILE",
         help="Kernel times from `distca profile`. Default: computed from the cluster's speeds.",
     )
-    add_charge_flags(parser)
+    charges = add_charge_flags(parser)
+    if (command, kind) == ("simulate", "decode"):
+        add_graphs_flag(charges)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
     if command == "plan":
@@ -145,61 +151,45 @@ def build_parser(command: str, kind: Kind) -> Parser:
     return parser
 
 
-def _add_sequences(parser: Parser, kind: Kind) -> None:
-    group = parser.add_argument_group("sequences")
-    if kind == "prefill":
-        group.add_argument(
-            "--new-tokens",
-            type=int,
-            nargs="+",
-            required=True,
-            metavar="T",
-            help="Number of new tokens of each sequence.",
-        )
-    else:
-        group.add_argument(
-            "--sequences",
-            type=int,
-            default=1,
-            metavar="N",
-            help="Number of sequences that are decoded.",
-        )
-    group.add_argument(
-        "--cached-tokens",
-        type=int,
-        nargs="+",
-        default=[0],
-        metavar="P",
-        help="Number of earlier tokens whose keys and values are cached: one number for all "
-        "sequences, or one for each.",
-    )
-
-
 def plan(argv: list[str]) -> int:
     """Runs `distca plan prefill` or `distca plan decode`; returns its exit status."""
     kind: Kind = "prefill" if argv[0] == "prefill" else "decode"
     args = build_parser("plan", kind).parse(argv[1:])
     check_outputs(args, "--plot", "--save")
+    read_lengths_file(args)
     case = read_case(args, kind)
-    if layout := _layout(args, kind):
+    if layout := _layout(args, case.kind):
         return plan_layouts(args, layout, case.plan("pass-kv"), case.costs)
     strategy = case.chosen(args)
     made = case.plan(strategy)
     validate_stepped_plan(made)
-    show_plan(args, made, case.costs.shape, kind)
+    runs_ahead = case.kind == "prefill" and args.prefill_strategy == RUNAHEAD
+    show_plan(args, made, case.costs.shape, case.kind, RUNAHEAD if runs_ahead else None)
     return 0
 
 
 def show_plan(
-    args: argparse.Namespace, stepped: SteppedPlan, shape: AttentionShape, kind: Kind
+    args: argparse.Namespace,
+    stepped: SteppedPlan,
+    shape: AttentionShape,
+    kind: Kind,
+    name: str | None = None,
 ) -> None:
-    """Prints the figures of a plan's steps, and writes its files, as flags ask for."""
+    """Prints the figures of a plan's steps, and writes its files, as flags ask for.
+
+    Args:
+        args: flags.
+        stepped: plan.
+        shape: heads of one GPU.
+        kind: prefill or decode.
+        name: how the strategy is called, if not by the plan's scheduler.
+    """
     steps = describe_steps(stepped, shape)
     if args.json:
-        strategy = stepped.plan.scheduler
+        strategy = name or stepped.plan.scheduler
         _write(json.dumps({"strategy": strategy, "steps": [asdict(each) for each in steps]}))
     else:
-        _write(format_plan(stepped, steps, kind))
+        _write(format_plan(stepped, steps, kind, name))
     if args.save is not None:
         save_plan(stepped, args.save, {"shape": asdict(shape)})
     if args.plot is not None:
@@ -211,38 +201,43 @@ def simulate(argv: list[str]) -> int:
     kind: Kind = "prefill" if argv[0] == "prefill" else "decode"
     args = build_parser("simulate", kind).parse(argv[1:])
     check_output("--trace", args.trace)
+    read_lengths_file(args)
+    if kind == "decode":
+        check_graphs_flag(args)
     if kind == "prefill" and lists_choices(args):
         return _list_choices(args)
     case = read_case(args, kind)
-    if layout := _layout(args, kind):
-        whole = case.plan("pass-kv")
-        return simulate_layouts(args, layout, whole, case.costs, case.cost_model)
-    strategy = case.chosen(args)
-    name = strategy if isinstance(strategy, str) else CSPS
-    tried: dict[str, Strategy | NearToFar] = {name: strategy}
-    choosing = kind == "prefill" and args.prefill_strategy in (*STRATEGIES, "auto")
-    if choosing:
-        tried = {each: each for each in STRATEGIES}
-    plans = {each: case.plan(made) for each, made in tried.items()}
-    found = {
-        each: simulate_step(
-            case.layers(made), case.costs, case.cost_model, args.trace is not None and each == name
-        )
-        for each, made in tried.items()
-    }
-    choices: dict[str, str] = {}
-    if choosing:
-        choices = {
-            each: case.selector(each).choose(case.held, case.new, case.plan) for each in SELECTORS
-        }
+    if case.kind == "decode":
+        return _simulate_decode(args, case)
+    return _simulate_prefill(args, case)
+
+
+def _simulate_prefill(args: argparse.Namespace, case: StepCase) -> int:
+    """Prints how long a prefill takes in each way; returns the exit status."""
+    ways = compared(args, case)
+    found = ways.simulated(args.trace is not None)
+    chooses = args.prefill_strategy == "auto" and ways.chosen in STRATEGIES
+    choices: dict[str, str] = {each: case.choose(each) for each in SELECTORS} if chooses else {}
     if args.json:
-        _write(json.dumps(as_json(found, name, choices), indent=1))
+        _write(json.dumps(as_json(found, ways.chosen, choices), indent=1))
     else:
-        of_kind = case.costs if kind == "prefill" else case.costs.of_decode()
-        of = plans, found, case.costs, case.cost_model, name, choices, of_kind.overheads
-        _write(format_simulated(*of))
+        _write(format_prefill(args, ways, found, choices))
     if args.trace is not None:
-        save_trace(args.trace, found[name])
+        save_trace(args.trace, found[ways.chosen])
+    return 0
+
+
+def _simulate_decode(args: argparse.Namespace, case: StepCase) -> int:
+    """Prints how long a decode step takes; returns the exit status."""
+    name: Strategy = "pass-q"
+    records = args.trace is not None
+    outcome = simulate_step(case.layers(name), case.costs, case.cost_model, records)
+    if args.json:
+        _write(json.dumps(as_json({name: outcome}, name, {}), indent=1))
+    else:
+        _write(format_decode(args, case, outcome))
+    if args.trace is not None:
+        save_trace(args.trace, outcome)
     return 0
 
 

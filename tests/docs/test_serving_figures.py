@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.claims import span
+from distca.commands.serving_report import LARGEST_ERROR, MEDIAN_ERROR, PUBLISHED_TIMES
 from distca.simulate.serving import (
     DECODE_OVERHEADS,
     PREFILL_OVERHEADS,
@@ -204,3 +205,11 @@ def test_vllm_with_prefill_ranks_in_the_index() -> None:
         f"Mixed prompts at load 0.60: {said[0]}. On 4 GPUs, relative to vLLM's own servers that "
         f"only prefill, in the same order: {said[1]}: [vllm_gpus.md]"
     ) in INDEX
+
+
+def test_the_error_that_simulations_print_is_the_page_s() -> None:
+    page = (RESULTS / "published.md").read_text()
+    assert (
+        f"the median error is {MEDIAN_ERROR:.1%} on the {PUBLISHED_TIMES} numbers of Tetris and "
+        f"Meta, and {LARGEST_ERROR:.1%} at most."
+    ) in page

@@ -12,10 +12,16 @@ from distca.simulate.serving.growth import Growth, simulate_growth
 from distca.simulate.serving.layouts import described_split, gpu_links, simulate_shared
 from distca.simulate.serving.overheads import (
     DECODE_OVERHEADS,
+    EAGER_DECODE_OVERHEADS,
+    MOST_GRAPH_ROWS,
     NO_OVERHEADS,
     PREFILL_OVERHEADS,
     SHARED_DECODE_OVERHEADS,
+    Captured,
+    Graphs,
     Overheads,
+    captured_by_engine,
+    decode_overheads,
 )
 from distca.simulate.serving.selector import SimulatedSelector
 from distca.simulate.serving.spent import PARTS
@@ -29,10 +35,14 @@ from distca.simulate.serving.steps import (
 
 __all__ = [
     "DECODE_OVERHEADS",
+    "EAGER_DECODE_OVERHEADS",
+    "MOST_GRAPH_ROWS",
     "NO_OVERHEADS",
     "PARTS",
     "PREFILL_OVERHEADS",
     "SHARED_DECODE_OVERHEADS",
+    "Captured",
+    "Graphs",
     "Growth",
     "InferenceCosts",
     "Overheads",
@@ -40,7 +50,9 @@ __all__ = [
     "SimulatedSelector",
     "SteppedCosts",
     "attend",
+    "captured_by_engine",
     "chain_costs",
+    "decode_overheads",
     "described_split",
     "gpu_links",
     "memory_bytes",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,40 @@ DECODE_OVERHEADS = Overheads(
 """Overheads of decode steps on ranks that have all keys, which CUDA graphs launch."""
 SHARED_DECODE_OVERHEADS = replace(DECODE_OVERHEADS, host_layer_seconds=6.5e-4)
 """Overheads of decode steps on ranks that share keys: attention is launched between the graphs."""
+EAGER_DECODE_OVERHEADS = replace(
+    DECODE_OVERHEADS, host_layer_seconds=PREFILL_OVERHEADS.host_layer_seconds
+)
+"""Overheads of decode steps without CUDA graphs: hosts launch whole layers, as in a prefill. No
+published time is of such steps, so that collectives take here what they take in graphs."""
+
+Graphs = Literal["engine", "whole"]
+"""Who captures CUDA graphs of decode steps: our engine, as far as it can, or, as published systems
+do, an engine that captures whole steps on any ranks."""
+
+Captured = Literal["steps", "layers", "nothing"]
+"""What a CUDA graph holds: a whole decode step, the layers between calls of attention, nothing."""
+
+MOST_GRAPH_ROWS = 256
+"""Most rows of a rank for which our engine captures graphs."""
+
+
+def captured_by_engine(ranks: int, tensor_parallel: int, rows: int) -> Captured:
+    """Returns what our engine captures of a decode step, as `distca.inference.cuda_graphs` does.
+
+    Args:
+        ranks: ranks that share the keys.
+        tensor_parallel: GPUs that share a layer. Their collectives are in no graph.
+        rows: tokens of the rank with most.
+    """
+    if tensor_parallel > 1 or rows > MOST_GRAPH_ROWS:
+        return "nothing"
+    return "steps" if ranks == 1 else "layers"
+
+
+def decode_overheads(captured: Captured) -> Overheads:
+    """Returns the overheads of decode steps of which that is captured."""
+    return {
+        "steps": DECODE_OVERHEADS,
+        "layers": SHARED_DECODE_OVERHEADS,
+        "nothing": EAGER_DECODE_OVERHEADS,
+    }[captured]
