@@ -204,21 +204,22 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(args)
     check_exchange(args)
     args.dtype = served_dtype(args.dtype)
-    from distca.attention.choice import check_block_size, default_block_size
-    from distca.inference.conversations import (
-        Conversations,
-        Prompts,
-        read_conversations,
-        read_prompt_ids,
-    )
-    from distca.inference.defaults import configure
-    from distca.inference.models import DTYPES, load_tokenizer, read_model
-    from distca.inference.pool_size import DEFAULT_BYTES, bytes_needed, check_room, check_stripe
-    from distca.inference.rank_processes import RankError, RankProcesses
-    from distca.inference.sampling import SamplingParams
-    from distca.inference.verify import compare
+    with progress("distca generate", doing="loads libraries and the model"):
+        from distca.attention.choice import check_block_size, default_block_size
+        from distca.inference.conversations import (
+            Conversations,
+            Prompts,
+            read_conversations,
+            read_prompt_ids,
+        )
+        from distca.inference.defaults import configure
+        from distca.inference.models import DTYPES, load_tokenizer, read_model
+        from distca.inference.pool_size import DEFAULT_BYTES, bytes_needed, check_room, check_stripe
+        from distca.inference.rank_processes import RankError, RankProcesses
+        from distca.inference.sampling import SamplingParams
+        from distca.inference.verify import compare
 
-    model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
+        model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     size = args.block_size = args.block_size or default_block_size()
     check_block_size(size, model.shape.head_dim)
     check_stripe(args.cp_kv_cache_interleave_size or size, size)

@@ -15,8 +15,8 @@ from distca import __version__
 from distca.lifetime import EndAtSignals, Ended
 
 COMMANDS = {
-    "simulate": "predict a training job's speed on a cluster, and print the best flags",
-    "plan": "plan the core attention of a batch of documents: its balance and its bytes",
+    "simulate": "predict a training job's speed and best flags; a prefill's or decode step's time",
+    "plan": "plan the core attention of documents, a prefill or a decode step: balance and bytes",
     "generate": "answer prompts with a model, on ranks that share its attention",
     "prefill": "compute keys and values of long prompts for a vLLM server, on several ranks",
     "tune": "measure or search settings: chains, groups of ranks, sparsity, overlap",
@@ -42,6 +42,7 @@ examples:
   distca plan --distribution pretrain --servers 16 --tokens-per-server 65536 --model llama-8b
   distca simulate --distribution pretrain --context 131072 --sequences 32 \\
       --model llama-8b --cluster dgx-h200 --gpus 64
+  distca simulate prefill --new-tokens 131072 --context-parallel-size 8 --model llama-8b
 
 `distca COMMAND --help` explains a command's flags, `distca --version` prints the version.
 None of these commands trains: that is

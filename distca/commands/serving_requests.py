@@ -27,7 +27,7 @@ from distca.commands.described import (
 )
 from distca.json_files import read_text
 from distca.palette import BLACK, colour_in_turn
-from distca.progress import track
+from distca.progress import progress
 from distca.schedule.serving.cdsp import (
     LOAD_AWARE,
     PREFILL_STRATEGIES,
@@ -180,9 +180,13 @@ def main(argv: Sequence[str]) -> int:
     limit = PATIENCE * light_load(trace, cluster)
     rates: dict[str, ImprovementRates] = {}
     bears: dict[str, float] = {}
-    for name in track(names, "distca simulate --serving", "strategies"):
-        rates[name] = _rates(trace, cluster, name, args.seed)
-        bears[name] = find_capacity(trace, cluster, name, rates[name], limit).per_second
+    # Those with profiled rates take longer than others.
+    with progress("distca simulate --serving", "strategies", len(names), estimates=False) as shown:
+        for name in names:
+            shown.describe(name)
+            rates[name] = _rates(trace, cluster, name, args.seed)
+            bears[name] = find_capacity(trace, cluster, name, rates[name], limit).per_second
+            shown.update()
     load = args.arrivals_per_second
     if load is None:
         fixed = [bears[name] for name in names if name not in LOAD_AWARE]
@@ -350,6 +354,10 @@ def _lines(
         if row.improvement_rates is not None:
             known = ", ".join(f"{at:.2f}: {_said(g)}" for at, g in row.improvement_rates.items())
             lines.append(f"improvement rates of {row.strategy} by requests/s: {known}")
+    lines.append(
+        "prefill ranks: DistCA's engine, in which all wait for an iteration's slowest group "
+        "(benchmarks/results/serving/cdsp_ablations.md has Tetris's, whose groups do not)"
+    )
     return lines
 
 

@@ -2,7 +2,7 @@
 
 distca plan prefill --new-tokens 3200 --cached-tokens 124800 --context-parallel-size 4 \\
     --model llama-405b --tensor-parallel-size 8 --plot prefill.png
-distca simulate decode --sequences 64 --cached-tokens 132000 --context-parallel-size 4 \\
+distca simulate decode --sequences 32 --cached-tokens 132000 --context-parallel-size 4 \\
     --model llama-70b --tensor-parallel-size 8
 """
 
@@ -54,13 +54,13 @@ HELD = ("evenly", "stripes", "first-rank")
 _DESCRIPTIONS = {
     ("plan", "prefill"): "Plans the core attention of a prompt, or of a turn over cached tokens.",
     ("plan", "decode"): "Plans the core attention of a step that decodes a token of each sequence.",
-    ("simulate", "prefill"): "Says how long a prefill takes on a cluster with each strategy.",
+    ("simulate", "prefill"): "Says how long a prefill takes on a cluster with each exact strategy.",
     ("simulate", "decode"): "Says how long a step takes that decodes a token of each sequence.",
 }
 _EXAMPLES = {
     "prefill": "{} prefill --new-tokens 3200 --cached-tokens 124800 --context-parallel-size 4 \\\n"
     "      --model llama-405b --tensor-parallel-size 8 --mlp-dtype-bytes 1",
-    "decode": "{} decode --sequences 64 --cached-tokens 132000 --context-parallel-size 4 \\\n"
+    "decode": "{} decode --sequences 32 --cached-tokens 132000 --context-parallel-size 4 \\\n"
     "      --model llama-70b --tensor-parallel-size 8",
 }
 

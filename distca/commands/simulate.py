@@ -87,6 +87,8 @@ _MOST_PROCESSES = 8
 _RECORDS = "records DistCA's iteration of the first batch, for its timeline"
 """What takes a while after the report, without a figure on the screen."""
 _DESCRIPTION = """\
+Of training; for inference see the --help of `distca simulate prefill`, `decode` and `--serving`.
+
 Says how fast a training job would be on a cluster with plain Megatron, its context parallelism,
 WLB-LLM and DistCA, each in the parallel configuration that is best for it among those that fit in
 memory.

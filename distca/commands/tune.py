@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from distca.commands import html_page, tune_groups, tune_overlap, tune_page, tune_sparsity
-from distca.commands.command_line import Parser, check_outputs, unknown
+from distca.commands.command_line import Parser, check_outputs
 from distca.commands.engine_flags import (
     add_dtype_flag,
     check_counts,
@@ -51,6 +51,9 @@ FORMS = {
 }
 """What the command finds, by the word that follows it."""
 
+_DESCRIPTION = (
+    "Searches the partition of a prompt that runahead computes fastest, and saves a table."
+)
 _EPILOG = """
 example:
   distca tune partitions MODEL --context-parallel-size 4 --lengths 8192 16384 --output chain.json
@@ -68,14 +71,7 @@ _FINEST = 64
 
 def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
-    parser = Parser("tune", __doc__.splitlines()[0], _EPILOG)
-    parser.add_argument(
-        "what",
-        choices=("partitions",),
-        metavar="partitions",
-        help="Search the partition of a prompt that runahead computes fastest. The other forms "
-        "are `distca tune groups`, `distca tune overlap` and `distca tune sparsity`.",
-    )
+    parser = Parser("tune partitions", _DESCRIPTION, _EPILOG)
     parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face model.")
     parser.add_argument(
         "--context-parallel-size",
@@ -141,28 +137,30 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the flags, the model or the file cannot be used.
         ImportError: a package is missing.
     """
+    wanted = f"say what to tune: {', '.join(FORMS)}; distca tune --help explains them"
     if not argv:
-        raise ValueError(f"say what to tune: {', '.join(FORMS)}; distca tune --help explains them")
+        raise ValueError(wanted)
     if argv[0] in ("-h", "--help"):
         sys.stdout.write(_overview())
         return 0
-    if argv and argv[0] == "sparsity":
+    if argv[0] == "sparsity":
         return tune_sparsity.main(argv[1:])
-    if argv and argv[0] == "groups":
+    if argv[0] == "groups":
         return tune_groups.main(argv[1:])
-    if argv and argv[0] == "overlap":
+    if argv[0] == "overlap":
         return tune_overlap.main(argv[1:])
-    parser = build_parser()
-    if argv and argv[0] != "partitions" and not argv[0].startswith("-"):
-        parser.error(unknown("form", argv[0], tuple(sorted(FORMS))))
-    args = parser.parse(argv)
+    if argv[0] != "partitions":
+        Parser("tune", "", "", tuple(sorted(FORMS))).parse(argv)
+        raise ValueError(f"{argv[0]}: {wanted}")
+    args = build_parser().parse(argv[1:])
     _check_flags(args)
     args.dtype = served_dtype(args.dtype)
-    from distca.inference.machine import hardware
-    from distca.inference.models import DTYPES, read_model
-    from distca.inference.rank_processes import RankError
+    with progress("distca tune partitions", doing="loads libraries and the model"):
+        from distca.inference.machine import hardware
+        from distca.inference.models import DTYPES, read_model
+        from distca.inference.rank_processes import RankError
 
-    model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
+        model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     made_for = model.description, hardware(), args.context_parallel_size
     by: SearchedBy = args.measure or "simulated"
     found: dict[int, Shares] = {}

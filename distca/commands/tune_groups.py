@@ -8,14 +8,16 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from distca.commands import html_page, tune_page
 from distca.commands.command_line import Parser, check_outputs
 from distca.commands.engine_flags import add_dtype_flag, check_counts, served_dtype
-from distca.progress import track
+from distca.progress import progress, track
 from distca.schedule.serving.cdsp import Prefill, PrefillModel, Search, published_model
 from distca.schedule.serving.cdsp.growing import GrowingGroups
+from distca.wording import counted
 
 _EPILOG = """
 example:
@@ -75,14 +77,15 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse(argv)
     _check_flags(args)
     args.dtype = served_dtype(args.dtype)
-    from distca.attention.choice import default_block_size
-    from distca.inference.defaults import configure
-    from distca.inference.machine import hardware
-    from distca.inference.models import DTYPES, read_model
-    from distca.inference.pool_size import bytes_needed
-    from distca.inference.rank_processes import RankError, RankProcesses
+    with progress("distca tune groups", doing="loads libraries and the model"):
+        from distca.attention.choice import default_block_size
+        from distca.inference.defaults import configure
+        from distca.inference.machine import hardware
+        from distca.inference.models import DTYPES, read_model
+        from distca.inference.pool_size import bytes_needed
+        from distca.inference.rank_processes import RankError, RankProcesses
 
-    model = read_model(args.model, DTYPES[args.dtype])
+        model = read_model(args.model, DTYPES[args.dtype])
     lengths = sorted({*(args.lengths or _lengths(model.positions))})
     if lengths[-1] > model.positions:
         raise ValueError(
@@ -103,7 +106,9 @@ def main(argv: Sequence[str]) -> int:
     prefills = [(degree, tokens) for degree in degrees for tokens in lengths]
     measured = []
     try:
-        with RankProcesses(config) as processes:
+        with ExitStack() as held:
+            with progress("distca tune groups", doing=f"starts {counted(ranks, 'rank')}"):
+                processes = held.enter_context(RankProcesses(config))
             for degree, tokens in track(prefills, "distca tune groups", "prefills"):
                 if tokens == lengths[0]:
                     # The first prompt of a group warms up.
@@ -122,6 +127,8 @@ def main(argv: Sequence[str]) -> int:
             f"{each.seconds:.4g} s, fitted {fit:.4g} s\n"
         )
     advice = _advice(times, lengths[-1])
+    if doubt := unlike(measured, fitted):
+        advice = f"{doubt}\n{advice}"
     sys.stdout.write(f"written to {args.output}\n{advice}\n")
     if args.html is not None:
         command = f"distca tune groups {shlex.join(argv)}"
@@ -129,6 +136,24 @@ def main(argv: Sequence[str]) -> int:
         page = tune_page.groups(command, measured, fitted, advice, saved)
         html_page.write_page(args.html, page)
     return 0
+
+
+_FAR_OFF = 0.25
+"""Relative error of the fit from which it is noticed."""
+
+
+def unlike(measured: Sequence[Prefill], fitted: Sequence[float]) -> str | None:
+    """Says that the fit is far from what was measured; None: it is not."""
+    errors = [abs(fit / each.seconds - 1) for each, fit in zip(measured, fitted, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    if errors[worst] < _FAR_OFF:
+        return None
+    where = measured[worst]
+    return (
+        f"the fit is {errors[worst]:.0%} off for {where.tokens:,} tokens on "
+        f"{counted(where.degree, 'rank')}: "
+        "choices by it may be wrong; measure again on an idle machine, or with other --lengths"
+    )
 
 
 def worth_sharing(times: PrefillModel, degree: int, positions: int) -> int | None:

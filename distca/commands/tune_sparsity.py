@@ -100,10 +100,11 @@ def main(argv: Sequence[str]) -> int:
     levels = _levels_of(args)
     args.dtype = served_dtype(args.dtype)
     check_outputs(args, "--output", "--html")
-    from distca.inference.models import DTYPES, read_model
-    from distca.inference.sparsity_calibration import calibrate, measured_on, read_prompts
+    with progress("distca tune sparsity", doing="loads libraries and the model"):
+        from distca.inference.models import DTYPES, read_model
+        from distca.inference.sparsity_calibration import calibrate, measured_on, read_prompts
 
-    model = read_model(args.model, DTYPES[args.dtype])
+        model = read_model(args.model, DTYPES[args.dtype])
     prompts = read_prompts(args.prompts, model)
     on = measured_on(model, levels, prompts, args.seed)
     file = CalibrationFile(on, [], [])
@@ -161,10 +162,13 @@ def _described(file: CalibrationFile) -> str:
         found = [each.degraded[measure].mean() for each in calibration.held_out]
         lines.append(
             f"  {_NAMES[measure]}: {np.mean(found):.3g} on average over what was run; predictions "
-            f"are {fit.error:.0%} off (median), headroom {fit.headroom:.2f}"
+            f"are {fit.error:.0%} off (median); held-out prompts lost up to {fit.headroom:.2f} "
+            "times the prediction (headroom)"
         )
     recalled = calibration.recalled
     lines.append(f"  needles that the dense model recalls: {recalled:.0%} of their tokens")
+    if not recalled:
+        lines.append("  none can be lost, so --max-recall-loss bounds nothing for this model")
     return "\n".join(lines)
 
 

@@ -10,10 +10,10 @@ import pytest
 from distca.commands.generate import build_parser
 from distca.commands.main import main
 from distca.commands.rank_groups import served_groups
-from distca.commands.tune_groups import worth_sharing
+from distca.commands.tune_groups import unlike, worth_sharing
 from distca.inference.machine import hardware
 from distca.inference.models import read_model
-from distca.schedule.serving.cdsp import Coefficients, PrefillModel
+from distca.schedule.serving.cdsp import Coefficients, Prefill, PrefillModel
 from support.commands import Command
 from support.report_pages import Page, assert_usable
 from support.small_models import save_small_model
@@ -66,6 +66,14 @@ def test_measured_times_give_prompts_their_groups(
     # A group of one rank moves nothing.
     out = generate.run(model, *flags, "--rank-groups", "fixed-1", *groups[2:], "--check")
     assert "9 of 9 tokens the same: equal" in out
+
+
+def test_a_fit_that_is_far_off_is_noticed() -> None:
+    measured = [Prefill(1, 100, 0.1), Prefill(2, 100, 0.152)]
+    assert unlike(measured, [0.12, 0.16]) is None
+    assert str(unlike(measured, [0.12, 0.051])).startswith(
+        "the fit is 66% off for 100 tokens on 2 ranks: choices by it may be wrong"
+    )
 
 
 def test_the_shortest_prompt_that_is_worth_sharing_is_found() -> None:

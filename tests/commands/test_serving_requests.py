@@ -40,6 +40,7 @@ def test_a_trace_of_ones_own(command: Command, trace: Path, tmp_path: Path) -> N
     names = [line.split()[0] for line in lines[4:8]]
     assert names == ["fixed-8", "greedy", "single-chunk", "cdsp"], "8 ranks are no 16"
     assert lines[8].startswith("improvement rates of single-chunk by requests/s: ")
+    assert "DistCA's engine, in which all wait" in lines[-1]
     assert plot.stat().st_size > 1000
 
     found = json.loads(command.run(*flags, "--json", "--arrivals-per-second", "2"))

@@ -69,6 +69,8 @@ def test_a_measurement_goes_on_where_it_ended(
     assert (mass[1:, :, :, 0] > 0.05).all()
     out = capsys.readouterr().out
     assert "5 prompts of 330 to 334 tokens on 4 ranks, 1 of them held out; 3 " in out
+    assert "lost up to " in out
+    assert ("none can be lost" in out) == (found.calibration.recalled == 0)
     # All is there.
     assert main([*command, "--html", str(tmp_path / "page.html")]) == 0
     assert_usable(tmp_path / "page.html")
