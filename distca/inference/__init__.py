@@ -15,8 +15,9 @@ A request meets seven files, in this order:
 * `model_runner.py`: a rank's blocks, and the layers of the model over its tokens. A rank without
   tokens takes part in attention alone;
 * `attention_runner.py`: keys and values are written to the pool, and core attention runs by the
-  plans. A `LayerWatch` is called after each layer: prefill ranks send its keys and values then.
-  From here on it is the runtime's: `distca/runtime/serving`.
+  plans. In each layer a `LayerWatch` is called twice: `begins` before the layer's rows are written,
+  `written` when they are in the pool. Prefill ranks send them then. From here on it is the
+  runtime's: `distca/runtime/serving`.
 
 With what these call, a request passes 50 files of `distca` on one rank on CPUs, and 54 on two.
 Inference's own are 22 of the 50: they lie here, in `distca/schedule/serving` and in
@@ -26,27 +27,29 @@ training uses most of them, too.
 Where is what:
 
 * A request is admitted by `Scheduler.schedule` (`distca/schedule/serving/scheduler.py`), in its
-  second loop. A prefix that `Scheduler._look_up` finds in the cache is computed by then: its blocks
-  are the request's, and its prefill begins behind them.
-* A chunk's size is what the iteration has left of `max_num_batched_tokens`, in the same method;
-  `Scheduler._next_tokens` bounds it where groups of ranks grow.
-* A block is its request's (`Request.blocks`), which says its rank, too; `BlockOwners`
-  (`distca/schedule/serving/block_owners.py`) has chosen that. `Scheduler._give_back` frees it.
+  second loop. `Scheduler._look_up` gives the request its cached blocks. Its prefill starts at the
+  first token after them.
+* A chunk's size is what the iteration has left of `max_num_batched_tokens`, in the same method.
+  Three things make it smaller: `Scheduler._next_tokens` where groups of ranks grow,
+  `HomeShares.most` where ranks have equal shares (`tiles`), and `MOST_SCORED` where the prompt's
+  own tokens are scored.
+* `Request.blocks` lists a request's blocks and the rank of each. `BlockOwners`
+  (`distca/schedule/serving/block_owners.py`) chose the rank. `Scheduler._give_back` frees a block.
 * If there are no blocks, `Scheduler._victim` names who is preempted: the youngest of the lowest
-  priority.
-* A strategy of prefills is added in `step_plan` (`distca/schedule/serving/steps.py`); the docstring
-  of `distca/schedule/serving/__init__.py` says what else it needs.
+  priority. It skips prompts that hold their blocks, so prompts of prefill ranks are never
+  preempted.
+* The docstring of `distca/schedule/serving/__init__.py` says where a strategy of prefills is added.
 * A token is chosen by the rank that owns the last one, in `choose_tokens` (`worker.py`) by
   `SamplingParams.choose` (`sampling.py`). `LLM._run` gathers what all ranks have chosen
   (`processes.py`), and `Engine.finish` ends the iteration with it on all ranks.
-* Decode's CUDA graphs begin in `ModelRunner.run`. `capture_for` (`cuda_graphs.py`) refuses them for
-  a model, `size_for` for a batch that is too large.
+* Decode's CUDA graphs begin in `ModelRunner.run`. A model has no graphs if `capture_for`
+  (`cuda_graphs.py`) returns None; a step has none if `size_for` does.
 * At an abort while vLLM loads a prompt, `PrefillClient.cancel` (`distca/prefill/client.py`) drops
   what still comes. `PrefillRank._free` (`distca/prefill/ranks.py`) gives the ranks' blocks back
   once nothing is written: `distca/schedule/serving/handoff/protocol.py` is the state machine.
-* If a rank dies, exchanges of the others fail, after `step_timeout` at the latest.
-  `RankProcesses._ended` (`rank_processes.py`) then ends all, or torchrun does. `distca prefill`
-  starts them again, and vLLM computes the prompts meanwhile.
+* If a rank dies, `RankProcesses._collect` (`rank_processes.py`) reads the end of its pipe, and
+  kills the others within seconds. Under torchrun, torchrun does. `step_timeout` is for ranks that
+  hang. `distca prefill` starts its ranks again, and vLLM computes the prompts meanwhile.
 
 Three classes describe a request. `AddRequest` (`messages.py`) is what is asked for, and never
 changes, so all processes can be given the same. `Request` (`distca/schedule/serving/request.py`) is

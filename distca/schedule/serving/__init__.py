@@ -12,9 +12,13 @@
   `selection.py` chooses among them;
 * `handoff/`: the hand-off of a prompt's keys and values, and what an abort during it does.
 
-To add a strategy of prefills: name it in `steps.py` (`Strategy`), make its plan there (`step_plan`)
-or in a file of its own, as `rings.py` does, and give it a flag's value in
-`distca/commands/described.py` and `served_strategy.py`. `tests/inference/test_exactness.py`
+To add a strategy of prefills: if it differs from others by what travels, as four of the eight do,
+name it in `steps.py` (`Strategy`), and make its plan in `step_plan` or a file of its own, as
+`rings.py` is. If it plans all layers of a prefill at once, as `tiles` and `csps` do, dispatch to it
+in `plan_layers` (`batches.py`). If it differs by who owns the tokens, as Runahead does, it is a
+`Sharding` (`partitions.py`) and travels as pass-KV. `sp-tp` shares rows, not tokens
+(`csps/layouts.py`). Give it a flag's value in `distca/commands/described.py` and
+`served_strategy.py`. `tests/inference/test_exactness.py`
 compares its answers with one process's, and its bytes with the plan's. Strategies of growing
 groups, which choose ranks and not what travels, are in `cdsp/strategies.py`.
 

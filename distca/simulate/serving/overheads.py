@@ -116,7 +116,7 @@ def captured_by_engine(ranks: int, tensor_parallel: int, rows: int) -> Captured:
 
 
 def decode_overheads(captured: Captured) -> Overheads:
-    """Returns the overheads of decode steps of which that is captured."""
+    """Returns what decode steps cost beside their work, by what is captured."""
     return {
         "steps": DECODE_OVERHEADS,
         "layers": SHARED_DECODE_OVERHEADS,
