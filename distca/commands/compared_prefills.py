@@ -62,22 +62,22 @@ class Compared:
 
     Attributes:
         ways: ways by their names.
-        chosen: name of the one that flags ask for, or that auto chooses.
+        chosen: name of the one that flags ask for, or that auto chooses by bytes; None: a selector
+            chooses between `STRATEGIES`.
         misfits: why others cannot be used here, by their names.
         alternatives: whether there are all exact ways, rather than that which flags ask for.
     """
 
     ways: Mapping[str, Way]
-    chosen: str
+    chosen: str | None
     misfits: Mapping[str, str]
     alternatives: bool
 
     def simulated(self, recording: bool) -> dict[str, Outcome]:
-        """Simulates all ways; `recording` keeps the spans of the chosen one."""
+        """Simulates all ways; `recording` keeps the spans of those that may be chosen."""
         names = track([*self.ways], "distca simulate prefill", "strategies")
-        return {
-            name: self.ways[name].simulated(recording and name == self.chosen) for name in names
-        }
+        recorded = STRATEGIES if self.chosen is None else (self.chosen,)
+        return {name: self.ways[name].simulated(recording and name in recorded) for name in names}
 
 
 def compared(args: argparse.Namespace, case: StepCase) -> Compared:
@@ -98,15 +98,15 @@ def compared(args: argparse.Namespace, case: StepCase) -> Compared:
         layout = None
     if layout is not None:
         ways = [*_alone(args), *_layouts(case)] if every else [*_layouts(case)]
-        chosen: str = _chosen_layout(case, layout, tokens)
+        chosen: str | None = _chosen_layout(case, layout, tokens)
     elif ranks == 1:
-        chosen = _name_of_one_rank(size)
-        ways = [Way(chosen, case, case.chosen(args))]
+        chosen = PLAIN_TP if size > 1 else ONE_GPU
+        ways = [Way(chosen, case, "pass-kv" if every else case.chosen(args))]
     elif not every:
         chosen, ways = asked, [Way(asked, case, case.chosen(args))]
     else:
         ways = [*_of_ranks(args, case, misfits), *_alone(args, misfits)]
-        chosen = str(case.chosen(args))
+        chosen = None
     return Compared({way.name: way for way in ways}, chosen, misfits, every)
 
 
@@ -154,10 +154,6 @@ def _chosen_layout(case: StepCase, layout: LayoutChoice, tokens: int) -> Layout:
     shared = described_split(case.costs, layout).share(tokens)
     assert shared is not None, "there are tokens for every GPU"
     return shared.layout
-
-
-def _name_of_one_rank(gpus: int) -> str:
-    return PLAIN_TP if gpus > 1 else ONE_GPU
 
 
 def _read(args: argparse.Namespace, **given: object) -> StepCase:

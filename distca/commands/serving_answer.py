@@ -31,6 +31,7 @@ def format_prefill(
     args: argparse.Namespace,
     ways: Compared,
     found: Mapping[str, Outcome],
+    name: str,
     choices: Mapping[str, str],
 ) -> str:
     """Returns the report of a prefill.
@@ -39,14 +40,15 @@ def format_prefill(
         args: flags of `distca simulate prefill`.
         ways: ways that are compared.
         found: what each takes.
+        name: the way that flags ask for, or that auto chooses.
         choices: what each selector chooses; empty: nobody chooses.
     """
-    way = ways.ways[ways.chosen]
+    way = ways.ways[name]
     case, costs = way.case, way.case.costs
     chosen, shares_rows = case.plan(way.strategy), way.layout is not None
     lines = [_title(title_of(chosen.plan, way.name), costs)]
     lines += format_outcomes(
-        found, "GPU" if shares_rows else "rank", ways.chosen if ways.alternatives else None
+        found, "GPU" if shares_rows else "rank", name if ways.alternatives else None
     )
     lines += _notes(args, ways)
     lines += [f"{name} does not fit here: {why}" for name, why in ways.misfits.items()]
@@ -54,7 +56,7 @@ def format_prefill(
         lines += _choices(args, case, found, choices)
     if not shares_rows:
         lines += step_lines(chosen, costs, case.cost_model, way.name)
-    if launches := host_line(found[ways.chosen], costs):
+    if launches := host_line(found[name], costs):
         lines.append(launches)
     return "\n".join([*lines, *assumption_lines(costs, args.profile, costs.overheads)])
 
@@ -103,10 +105,9 @@ def _notes(args: argparse.Namespace, ways: Compared) -> Iterator[str]:
             f"{DATA_PARALLEL}, {TILES}: each prompt on one rank, the first with least to compute; "
             "balanced_prompts.md has many iterations of chunks"
         )
-    case = ways.ways[ways.chosen].case
-    tokens = case.new.end - case.new.start
-    of_each = np.bincount(case.new.document, weights=tokens)
-    if (of_each == 1).any() and case.kind == "prefill":
+    new = next(iter(ways.ways.values())).case.new
+    tokens = np.bincount(new.document, weights=new.end - new.start)
+    if (tokens[new.document[new.start > 0]] == 1).any():
         yield "Here sequences with one new token are prefills, too. The engine decodes them."
 
 

@@ -42,7 +42,7 @@ from distca.commands.serving_report import as_json, format_plan, plot_steps
 from distca.commands.step_limits import add_sequences_flags, read_lengths_file
 from distca.cost.volume import AttentionShape
 from distca.plan import SteppedPlan, save_plan, validate_stepped_plan
-from distca.schedule.serving import SELECTORS, STRATEGIES, Strategy
+from distca.schedule.serving import STRATEGIES, Strategy
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.report import describe_steps
 from distca.simulate import save_trace
@@ -216,14 +216,17 @@ def _simulate_prefill(args: argparse.Namespace, case: StepCase) -> int:
     """Prints how long a prefill takes in each way; returns the exit status."""
     ways = compared(args, case)
     found = ways.simulated(args.trace is not None)
-    chooses = args.prefill_strategy == "auto" and ways.chosen in STRATEGIES
-    choices: dict[str, str] = {each: case.choose(each) for each in SELECTORS} if chooses else {}
+    choices: dict[str, str] = {}
+    if ways.chosen is None:
+        best = min(STRATEGIES, key=lambda name: found[name].seconds)
+        choices = {"simulated": best, "paper": case.choose("paper")}
+    chosen = ways.chosen or choices[args.selector]
     if args.json:
-        _write(json.dumps(as_json(found, ways.chosen, choices), indent=1))
+        _write(json.dumps(as_json(found, chosen, choices), indent=1))
     else:
-        _write(format_prefill(args, ways, found, choices))
+        _write(format_prefill(args, ways, found, chosen, choices))
     if args.trace is not None:
-        save_trace(args.trace, found[ways.chosen])
+        save_trace(args.trace, found[chosen])
     return 0
 
 

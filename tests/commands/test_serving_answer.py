@@ -88,6 +88,8 @@ def test_a_token_over_cached_ones_is_a_decode_step(simulate: Command) -> None:
     assert "is a decode step, as the engine runs it" in simulate.run(*turn)
     several = ["prefill", "--new-tokens", "1", "300", *cached]
     assert "The engine decodes them." in simulate.run(*several)
+    prompts = ["prefill", "--new-tokens", "1", "300", *LLAMA, *ranks(4)]
+    assert "The engine decodes them." not in simulate.run(*prompts)
     assert "--sparsity 0.2 needs --prefill-strategy csps" in simulate.refused(
         *turn, "--sparsity", "0.2"
     )
