@@ -315,7 +315,8 @@ def commands_section() -> Iterator[str]:
         f"layer in {1e3 * EAGER_DECODE_OVERHEADS.host_layer_seconds:.2g} ms, as in a prefill. This "
         "takes longer than all else of the step, whatever the number of nodes. With "
         "`--cuda-graphs whole` whole steps are in graphs, as in the papers' systems. "
-        "Meta's steps go round a ring. In our engine queries go to all ranks at once, so four nodes take as long as two.",
+        "Meta's steps go round a ring. In our engine queries go to all ranks at once, "
+        "so four nodes take as long as two.",
         "",
     )
 
