@@ -152,7 +152,11 @@ check_flags() {
     mapfile -t patterns < <(grep -oh -- '[a-z0-9][a-z0-9-]*-\*' "${tables[@]}")
     for word in "${flags[@]}"; do
         case ${word%%=*} in
-            --nodes | --ntasks | --ntasks-per-node | --partition | --account | --time | --job-name | --exclusive)
+            --nodes)
+                die "--nodes is a flag of sbatch: give it before the script's name (in a dry run set" \
+                    "SLURM_JOB_NUM_NODES)"
+                ;;
+            --ntasks | --ntasks-per-node | --partition | --account | --time | --job-name | --exclusive)
                 die "${word%%=*} is a flag of sbatch: give it before the script's name" ;;
         esac
     done

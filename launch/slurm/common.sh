@@ -168,7 +168,8 @@ pretraining() {
         [ "$models" -gt 0 ] || die "--distca-servers $servers leaves none of $ranks ranks for the model"
     fi
     [ $((models % (tensor * stages))) = 0 ] ||
-        die "$models ranks are not a multiple of tensor x pipeline size, $tensor x $stages: change --nodes"
+        die "$models ranks are not a multiple of tensor x pipeline size, $tensor x $stages: change" \
+            "these sizes or --nodes (in a dry run SLURM_JOB_NUM_NODES)"
     # As many micro-batches as keep a pipeline mostly full.
     micro_batches=$((stages > 1 ? 2 * stages : 1))
     training=(
