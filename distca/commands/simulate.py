@@ -425,10 +425,11 @@ def _advise(
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     tolerances = _TOLERANCES[1:] if args.tolerance is None else ()
     with (
+        telling_the_best(args.systems, len(batches)) as watch,
         simulating(args.systems) as searching,
         Trials(workload, batches, processes, searching.told) as trials,
-        telling_the_best(trials, args.systems, len(batches)),
     ):
+        watch(trials)
         choices = advise(
             workload,
             batches,

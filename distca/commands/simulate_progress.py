@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from distca.commands.verdict import TITLES
 from distca.progress import OVERDUE, Progress, progress
@@ -91,28 +92,37 @@ def simulating(systems: Sequence[str]) -> Iterator[Searching]:
 
 
 @contextlib.contextmanager
-def telling_the_best(trials: Trials, systems: Sequence[str], batches: int) -> Iterator[None]:
+def telling_the_best(systems: Sequence[str], batches: int) -> Iterator[Callable[[Trials], None]]:
     """Says what was fastest so far if a signal ends the block: of DistCA, and of all others.
 
+    It comes after the last line on the progress, so the block is around what shows that.
+
     Args:
-        trials: iterations that the searches run in the block.
         systems: systems to compare.
         batches: number of all batches.
+
+    Yields:
+        A function that takes the iterations that the searches run.
     """
+    watched: list[Trials] = []
     try:
-        yield
+        yield watched.append
     except KeyboardInterrupt:
         ours = [system for system in systems if system in DISTCA_SYSTEMS]
         others = [system for system in systems if system not in DISTCA_SYSTEMS]
-        parts = []
+        found: list[list[tuple[Candidate, list[float]]]] = []
         for kind in (ours, others):
-            found = [best for system in kind if (best := trials.best_so_far(system)) is not None]
-            if found:
-                candidate, seconds, ran = min(found, key=lambda best: best[1])
-                parts.append(
-                    f"{TITLES[candidate.system]}, {candidate}: {seconds:.3f} s an iteration in "
-                    f"{ran} of {batches} batches"
-                )
-        said = f"best up to then: {'; '.join(parts)}" if parts else "nothing was found yet"
+            bests = [trials.best_so_far(system) for trials in watched for system in kind]
+            found.append([best for best in bests if best is not None])
+        # All in the same batches, since batches differ.
+        ran = min((len(seconds) for each in found for _, seconds in each), default=0)
+        parts = []
+        for each in filter(None, found):
+            means = {candidate: fmean(seconds[:ran]) for candidate, seconds in each}
+            best = min(means, key=lambda candidate: means[candidate])
+            parts.append(f"{TITLES[best.system]}, {best}: {means[best]:.3f} s an iteration")
+        said = "nothing was found yet"
+        if parts:
+            said = f"best up to then: {'; '.join(parts)}, in {ran} of {batches} batches"
         sys.stderr.write(f"distca simulate: {said}\n")
         raise

@@ -175,7 +175,7 @@ class Trials:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def best_so_far(self, system: str) -> tuple[Candidate, float, int] | None:
+    def best_so_far(self, system: str) -> tuple[Candidate, list[float]] | None:
         """Returns the fastest configuration of a system up to now, even while others run.
 
         It is one of those that have run the most batches, as those that promise most do.
@@ -184,8 +184,8 @@ class Trials:
             system: one of `SYSTEMS`.
 
         Returns:
-            The configuration, its seconds of an iteration in the mean, and the number of batches
-            that it has run; None: none that fits has run.
+            The configuration, and its seconds of an iteration in each of the first batches, which
+            it has run; None: none that fits has run.
         """
         ran = {
             candidate: [*trials]
@@ -200,7 +200,7 @@ class Trials:
         if not seconds:
             return None
         best = min(seconds, key=lambda c: (-len(seconds[c]), sum(seconds[c]) / len(seconds[c])))
-        return best, sum(seconds[best]) / len(seconds[best]), len(seconds[best])
+        return best, seconds[best]
 
     def first(
         self, some: Sequence[Candidate], count: int, *, parts: bool = False
