@@ -281,7 +281,8 @@ def plot_choices(
     speed.invert_yaxis()
     speed.set(xlabel="thousand tokens/s, all GPUs")
     memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
-    above.suptitle(f"{counted(workload.gpus, 'GPU')} of {workload.cluster.name}: simulated")
+    job = f"{counted(workload.sequences, 'sequence')} of {counted(workload.context, 'token')}"
+    above.suptitle(f"{counted(workload.gpus, 'GPU')} of {workload.cluster.name}, {job}: simulated")
     with writing(path) as written:
         figure.savefig(written, dpi=110)
 
