@@ -56,7 +56,7 @@ class Searching:
             if candidate.system not in self.begun:
                 self.begun.append(candidate.system)
             of = f"{len(self.begun)} of {len(self.systems)} systems begun"
-            now = f"{of}, now {candidate.system}: {candidate}"
+            now = f"{of}, now {TITLES[candidate.system]}: {candidate}"
             self.shown.describe(lambda: f"{self._left()}, {now}")
             self.shown.update()
 

@@ -40,7 +40,7 @@ def test_progress_tells_what_is_left() -> None:
     searching.told(replace(one, system="plain"))
     # Three of nine parts took 12 seconds.
     assert searching.shown.doing == (
-        "about 24 s left, 2 of 3 systems begun, now plain: TP2 PP1 DP4, 1 micro-batch(es)"
+        "about 24 s left, 2 of 3 systems begun, now plain Megatron: TP2 PP1 DP4, 1 micro-batch(es)"
     )
     assert searching.shown.done == 2
 
