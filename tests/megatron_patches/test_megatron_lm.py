@@ -188,7 +188,7 @@ def test_with_the_flag_pretrain_gets_ours(script) -> None:
     [
         (["--distca-tolerance", "-1"], "error: --distca-tolerance"),
         (["--tensorboard-dir", "/proc/x"], "--tensorboard-dir /proc/x cannot be written to"),
-        (["--hidden-size", "33"], "error: Megatron-LM refuses the flags: "),
+        (["--hidden-size", "33"], "error: --hidden-size 33 is not a multiple of"),
         (["--distca-tolerence", "2"], "no --distca-tolerence: did you mean --distca-tolerance?"),
         (["--num-layers", "many"], "argument --num-layers: invalid int value"),
     ],
