@@ -241,9 +241,10 @@ def test_decoded_tokens_cost_what_their_plan_in_steps_does() -> None:
 
 
 def held_of(entries: list[ScheduledTokens], size: int, ranks: int):
-    from distca.schedule.serving.iteration import _owned
+    from distca.schedule.serving.iteration import _Blocks
 
-    return _owned([(each, 0, each.start) for each in entries], size, ranks)
+    starts = np.array([each.start for each in entries])
+    return _Blocks(entries, size, ranks).placed(np.zeros_like(starts), starts)
 
 
 def test_fitted_seconds_add_up_on_shared_ranks() -> None:
