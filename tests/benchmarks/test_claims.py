@@ -8,6 +8,7 @@ from benchmarks.cluster import claims, spread
 from benchmarks.cluster.report import Options
 from benchmarks.pages import RESULTS
 from distca.simulate import Candidate
+from distca.simulate.speed_up import SpeedUp
 
 
 def test_stored_pages_are_what_the_stored_results_say() -> None:
@@ -58,3 +59,18 @@ def test_what_is_no_configuration_does_not_run() -> None:
         assert spread.parse("tiles", sizes) is not None
         assert spread.parse("tiles", sizes + more) is None
     assert spread.parse("tiles", "out of memory") is None
+
+
+def test_a_range_of_gains_has_the_widest_interval_and_the_batches() -> None:
+    speeds = {"ours tokens/s": "2", "theirs tokens/s": "1"}
+    rows = [
+        {**speeds, "ours seconds": "1 1 1", "theirs seconds": "1.1 1.2 1.3"},
+        {**speeds, "ours seconds": "2 2", "theirs seconds": "2.2 2.2"},
+    ]
+    found = claims.with_spread(rows, "ours", "theirs")
+    gains = [SpeedUp.of([1, 1, 1], [1.1, 1.2, 1.3]), SpeedUp.of([2, 2], [2.2, 2.2])]
+    widest = max(gain.high - gain.mean for gain in gains)
+    assert found == f"1.10 to 1.20 (each ± at most {widest:.3f}, 2 to 3 batches)"
+    # A job in which one of both is out of memory is left out.
+    missing = {**rows[0], "ours tokens/s": "nan"}
+    assert claims.with_spread([missing, rows[1]], "ours", "theirs").endswith("2 batches)")

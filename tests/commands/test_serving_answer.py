@@ -110,7 +110,7 @@ def test_the_simulated_choice_is_never_the_slower_one(simulate: Command) -> None
 
 
 def test_launches_of_decode_steps_are_the_engine_s(simulate: Command) -> None:
-    """Graphs end at attention among ranks, hold no collectives, and have at most so many rows."""
+    """A graph ends before attention among ranks. It holds no collective. Its rows are limited."""
     assert SIZES[-1] == MOST_GRAPH_ROWS
     model = cast(Any, SimpleNamespace(tensor_parallel_size=2))
     assert capture_for(model, torch.device("cuda"), enforce_eager=False) is None
